@@ -1,0 +1,58 @@
+"""Writing a file whole or not at all."""
+
+import contextlib
+import errno
+import os
+import tempfile
+from pathlib import Path
+
+from seqmoe.profiles.errors import DiskSpaceError, SeqmoeError, UsageError
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`: temporary file beside it, fsync, rename. A reader sees the old or the new, never a part."""
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files for the owner only; give what open() would have given.
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
+        temporary = ""
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder; the rename itself has happened
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    except OSError as error:
+        raise write_error(path, error) from None
+    finally:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def check_writable(path: Path) -> None:
+    """UsageError now, rather than after all the work, where `path` cannot be written later. Makes its folder."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(path, error) from None
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; give a file name, such as {path / 'profile.yaml'}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write {path}: no permission in {path.parent}")
+
+
+def write_error(path: Path, error: OSError) -> SeqmoeError:
+    """The user's error for a failed write: DiskSpaceError when the disk or quota is full, else UsageError."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskSpaceError(f"no room to write {path}: {error.strerror}; free some space or choose another place")
+    return UsageError(f"cannot write {path}: {error.strerror or error}")

@@ -1,0 +1,386 @@
+"""The engine: opens a checkpoint under a memory budget, hooks its experts, generates, reports.
+
+    with Engine.open("demo", mode="lru", memory_bytes=parse_bytes("800MiB")) as engine:
+        report = engine.generate(["Once upon a time"], max_new_tokens=64)
+
+`engine.model` is the ordinary Transformers model: `engine.model.generate(...)` works unchanged.
+"""
+
+import copy
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from transformers import AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from seqmoe.predictors.trace import Trace, read_npz
+from seqmoe.profiles.budget import MemoryPlan, effective_budget, plan_memory
+from seqmoe.profiles.cgroup import affinity_count, cpu_quota, usable_cores
+from seqmoe.profiles.errors import UsageError
+from seqmoe.profiles.knobs import Knobs
+from seqmoe.profiles.machine import memory_facts, rss_bytes
+from seqmoe.profiles.spec import LinkSpec, ModelSpec
+from seqmoe.runtime.checkpoint import Checkpoint
+from seqmoe.runtime.eviction import Eviction, make_eviction
+from seqmoe.runtime.experts import bind, unbind
+from seqmoe.runtime.extents import RecordPlan, plan_records
+from seqmoe.runtime.generate import Recording, StepGraph, decode_loop
+from seqmoe.runtime.graph import DecodeGraph
+from seqmoe.runtime.graph_tape import GraphUnsupported
+from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
+from seqmoe.runtime.link import open_link
+from seqmoe.runtime.models import model_id, resolve_model
+from seqmoe.runtime.pool import Pool
+from seqmoe.runtime.popularity import measured_popularity
+from seqmoe.runtime.replay import Replay
+from seqmoe.runtime.report import RunReport, Totals, peak_rss_bytes
+from seqmoe.runtime.residency import Residency
+from seqmoe.runtime.runner import CachedRunner, ResidentRunner
+from seqmoe.runtime.skeleton import load_skeleton
+from seqmoe.runtime.store import Progress, Store
+
+log = logging.getLogger("seqmoe")
+
+MODES = ("full", "eager", "lru", "lfu", "static", "belady")
+PREFILL_CHUNK = 512  # tokens of each prompt that go through the model together: bounds the activations' memory
+
+
+class Engine:
+    """One open model. Not safe for two requests at once: a second `generate` meanwhile is refused. See `open`."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        plan: MemoryPlan,
+        mode: str,
+        knobs: Knobs,
+        store: Store,
+        model: Any,
+        context: int,
+    ) -> None:
+        """Use `Engine.open`."""
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.plan = plan
+        self.mode = mode
+        self.knobs = knobs
+        self.store = store
+        self.model = model
+        self.context = context
+        self.totals = Totals()
+        self.residency: Residency | None = None
+        self.runner: ResidentRunner | CachedRunner
+        self.replay: Replay | None = None
+        self.graph_notice: str | None = None
+        self._modules = [model.get_submodule(name) for name in checkpoint.moe_modules]
+        self._graph_wanted = True
+        self._graphs: dict[int, DecodeGraph | None] = {}  # by batch; None where it cannot be captured
+        self._tokenizer: Any = None
+        self._busy = False
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        mode: str | None = None,
+        knobs: Knobs | None = None,
+        memory_bytes: int | None = None,
+        slots: int | None = None,
+        residency: float | None = None,
+        context: int = 2048,
+        batch: int = 1,
+        link: str | LinkSpec = "disk",
+        replay: Path | Trace | None = None,
+        popularity: ArrayLike | None = None,
+        graph: bool = True,
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Opens `model` (a folder, or a name that `resolve_model` knows).
+
+        `mode` (default: the knobs' policy): `full` keeps every expert in memory; `eager` keeps none between layers;
+        `lru`, `lfu`, `static` and `belady` (needs `replay`) keep as many as `slots` says, else `residency` (a share
+        of all experts), else as many as `memory_bytes` holds with the KV cache of `context` tokens x `batch`.
+        `popularity` [L * E] is for `static`; without it a short text is run once to measure it. `graph=False` leaves
+        the decode step to the model's own Python.
+
+        Raises UsageError, BudgetError, CheckpointError, LinkError: one line each.
+        """
+        knobs = knobs or Knobs()
+        mode = mode or knobs.policy
+        if mode not in MODES:
+            raise UsageError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if residency is not None and not 0 < residency <= 1:
+            raise UsageError(f"residency must be above 0 and at most 1, got {residency}")
+        if batch < 1 or context < 1:
+            raise UsageError(f"batch and context must be at least 1, got batch {batch}, context {context}")
+        threads = knobs.compute_threads or usable_cores(affinity_count(), cpu_quota())
+        torch.set_num_threads(threads)
+
+        checkpoint = Checkpoint.open(resolve_model(str(model)))
+        records = plan_records(checkpoint.layout, checkpoint.sources, [path.stat().st_size for path in checkpoint.files])
+        spec = dataclasses.replace(checkpoint.spec(records.slot_bytes), name=model_id(model))
+        total = spec.total_experts
+        if mode == "full":
+            slots = total
+        elif mode == "eager":
+            slots = slots or min(total, spec.top_k * batch)
+        elif slots is None and residency is not None:
+            slots = max(1, math.floor(residency * total + 0.5))
+        if slots is not None:
+            knobs = knobs.replace(slots=min(slots, total))
+        plan = cls._plan_memory(memory_bytes, spec, context, batch, knobs)
+
+        trace = read_npz(replay) if isinstance(replay, Path) else replay
+        pool = Pool(plan.slots, records.slot_bytes)
+        store = Store(records, pool, open_link(checkpoint.files, LinkSpec.parse(link), knobs), progress=progress)
+        try:
+            disable_progress_bar()  # Transformers' own, for the few weights that are not experts
+            skeleton = load_skeleton(checkpoint)
+            engine = cls(
+                checkpoint=checkpoint,
+                spec=spec,
+                plan=plan,
+                mode=mode,
+                knobs=knobs,
+                store=store,
+                model=skeleton,
+                context=context,
+            )
+            computes = [
+                ExpertsCompute(checkpoint.layout, module, checkpoint.dtype, threads) for module in engine._modules
+            ]
+            if mode == "full":
+                engine.runner = ResidentRunner(computes, store.load_all(progress), engine.totals)
+            else:
+                engine._start_cached(computes, records, popularity, trace, batch)
+            bind(skeleton, engine._modules, engine.runner)
+            engine._graph_wanted = graph
+            if trace is not None:
+                engine.replay = Replay(trace, batch)
+                engine.replay.check(spec.num_layers, spec.num_experts, spec.top_k)
+                engine.runner.replay = engine.replay
+            if mode == "static" and popularity is None and trace is None:
+                engine._adopt_static(measured_popularity(engine))
+            return engine
+        except BaseException:
+            store.close()
+            raise
+
+    @staticmethod
+    def _plan_memory(memory_bytes: int | None, spec: ModelSpec, context: int, batch: int, knobs: Knobs) -> MemoryPlan:
+        budget = effective_budget(memory_bytes, memory_facts())
+        if memory_bytes is not None and budget.budget_bytes < memory_bytes:
+            log.warning("memory budget is %s", budget.explanation)
+        return plan_memory(
+            budget.budget_bytes, spec, context, batch, knobs, rss_bytes(), prefill_tokens=min(context, PREFILL_CHUNK)
+        )
+
+    def _start_cached(
+        self,
+        computes: Sequence[ExpertsCompute],
+        records: RecordPlan,
+        popularity: ArrayLike | None,
+        trace: Trace | None,
+        batch: int,
+    ) -> None:
+        spec = self.spec
+        eviction: Eviction
+        if self.mode in ("lru", "eager") or (self.mode == "static" and popularity is None and trace is None):
+            eviction = make_eviction("lru")  # static: until its popularity is measured
+        else:
+            eviction = make_eviction(self.mode, popularity=popularity, trace=trace)
+        self.residency = Residency(
+            self.plan.slots, spec.num_layers, spec.num_experts, eviction, reserve=min(spec.num_experts, spec.top_k * batch)
+        )
+        self.runner = CachedRunner(computes, self.residency, self.store, self.totals, keep=self.mode != "eager")
+        if self.mode == "static" and (popularity is not None or trace is not None):
+            known = trace.popularity() if popularity is None and trace is not None else popularity
+            assert known is not None
+            self.runner.preload(np.asarray(known))
+
+    def _adopt_static(self, popularity: np.ndarray) -> None:
+        """Starts again with the popularity that was just measured, its most popular experts resident."""
+        assert isinstance(self.runner, CachedRunner) and self.residency is not None
+        spec, old = self.spec, self.residency
+        self.residency = Residency(
+            old.num_slots,
+            spec.num_layers,
+            spec.num_experts,
+            make_eviction("static", popularity=popularity),
+            reserve=old.reserve,
+        )
+        self.runner.residency = self.residency
+        self.runner.preload(popularity)
+
+    # -- generating -----------------------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's tokenizer, padding on the left. UsageError where the folder has none."""
+        if self._tokenizer is None:
+            try:
+                tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.folder)
+            except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+                raise UsageError(f"{self.checkpoint.folder}: no tokenizer could be loaded: {_first_line(error)}") from None
+            tokenizer.padding_side = "left"
+            if tokenizer.pad_token_id is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def encode(self, prompts: Sequence[str | Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and attention mask, int64 [batch, longest], padded on the left; token ids pass as they are."""
+        ids = [self.tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
+        if not ids or min(len(row) for row in ids) == 0:
+            raise UsageError("a prompt must have at least one token")
+        longest = max(len(row) for row in ids)
+        pad = self.model.generation_config.pad_token_id or 0
+        rows = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], dtype=torch.long)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], dtype=torch.long)
+        return rows, mask
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        max_new_tokens: int = 128,
+        *,
+        streamer: Any = None,
+        ignore_eos: bool = False,
+        seed: int | None = None,
+        **sampling: Any,
+    ) -> RunReport:
+        """Continues each prompt (text or token ids) by up to `max_new_tokens`, all of them as one batch.
+
+        `sampling` takes Transformers' generation options (do_sample, temperature, top_p, ...); `streamer` is one of
+        Transformers' streamers (one prompt). `ignore_eos` goes on past the end of sequence, for measurements.
+
+        Raises UsageError for options that cannot be right, LinkError when an expert could not be read; then no token
+        that depended on it was returned, and the engine can go on with the next request.
+        """
+        if self._closed:
+            raise UsageError("the engine is closed")
+        if self._busy:
+            raise UsageError("the engine is at work on another request: one at a time")
+        if max_new_tokens < 1:
+            raise UsageError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        ids, mask = self.encode(prompts)
+        if ids.shape[1] + max_new_tokens > self.context:
+            raise UsageError(
+                f"a prompt of {ids.shape[1]} tokens and {max_new_tokens} new ones do not fit the context of {self.context} "
+                "tokens that memory was planned for: ask for fewer, or open with a larger context"
+            )
+        if seed is not None:
+            torch.manual_seed(seed)
+        config = copy.deepcopy(self.model.generation_config)
+        config.do_sample = False
+        others = config.update(**sampling)  # what is no generation option goes to Transformers' generate as it is
+        config.max_new_tokens = max_new_tokens
+        if not config.do_sample:  # sampling options of the checkpoint's own config mean nothing to greedy search
+            config.temperature = config.top_k = config.top_p = config.min_p = None
+        if ignore_eos:
+            config.eos_token_id = None
+        if ids.shape[1] > PREFILL_CHUNK and not self.spec.state_bytes:
+            config.prefill_chunk_size = PREFILL_CHUNK
+        if config.pad_token_id is None and ids.shape[0] > 1:
+            config.pad_token_id = 0
+        recording = Recording()
+        loop = partial(
+            decode_loop, totals=self.totals, recording=recording, before_pass=self._before_pass, graph=self._graph_for
+        )
+        self._busy = True
+        try:
+            out = self.model.generate(
+                ids, attention_mask=mask, generation_config=config, custom_generate=loop, streamer=streamer, **others
+            )
+        finally:
+            self._busy = False
+        assert recording.prefill is not None
+        return RunReport(
+            token_ids=self._new_tokens(out[:, ids.shape[1] :].tolist(), ignore_eos),
+            prompt_tokens=mask.sum(dim=1).tolist(),
+            prefill=recording.prefill,
+            decode=recording.decode,
+        )
+
+    def _before_pass(self, tokens: int) -> None:
+        if self.replay is not None:
+            self.replay.begin(tokens)
+        if self.residency is not None:
+            # Belady's clock is the trace's row; nobody else's order depends on the number.
+            self.residency.begin_step(self.replay.position if self.replay is not None else None)
+
+    def _graph_for(self, batch: int, cache: Any, attention_mask: torch.Tensor | None) -> StepGraph | None:
+        """The captured decode step for this batch, fed with what prefill left; None where there is none."""
+        if not self._graph_wanted:
+            return None
+        if batch not in self._graphs:
+            try:
+                self._graphs[batch] = DecodeGraph.build(
+                    self.model, self.runner, max_context=self.context, batch=batch
+                )
+            except GraphUnsupported as unsupported:
+                self._graphs[batch] = None
+                self.graph_notice = f"the model's own forward: {unsupported}"
+                log.warning("decode runs through Transformers' own forward: %s", unsupported)
+        graph = self._graphs[batch]
+        if graph is not None:
+            graph.load_cache(cache, attention_mask)
+        return graph
+
+    def _new_tokens(self, rows: list[list[int]], ignore_eos: bool) -> list[list[int]]:
+        """Cuts each row after its end-of-sequence token: what follows is padding."""
+        ends = self.model.generation_config.eos_token_id
+        stops = set() if ends is None or ignore_eos else {ends} if isinstance(ends, int) else set(ends)
+        cut = []
+        for row in rows:
+            end = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
+            cut.append(row[:end])
+        return cut
+
+    # -- facts ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What is open, and what it has read and held so far, under the names that `--json` prints."""
+        return {
+            "model": self.spec.name,
+            "model_digest": self.spec.digest,
+            "mode": self.mode,
+            "slots": self.plan.slots,
+            "residency": self.plan.residency,
+            "link": self.store.link.describe(),
+            "bytes_read": self.store.bytes_read,
+            "peak_rss_bytes": peak_rss_bytes(),
+            "memory_plan": self.plan.to_dict(),
+            "decode_step": self.graph_notice or ("captured" if any(self._graphs.values()) else "the model's own forward"),
+        }
+
+    def close(self) -> None:
+        """Frees the pool and stops the link's threads. Idempotent; the model cannot run afterwards."""
+        if not self._closed:
+            self._closed = True
+            unbind(self._modules)
+            self._graphs.clear()
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

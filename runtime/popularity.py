@@ -1,0 +1,58 @@
+"""Which experts are used most: counted once on a short text for mode `static`, and kept by model digest."""
+
+import json
+import logging
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqmoe.runtime.demo_xl import default_cache_dir
+
+if TYPE_CHECKING:
+    from seqmoe.runtime.engine import Engine
+
+log = logging.getLogger("seqmoe")
+
+# Of the three kinds of text that people feed to models most: prose, a question with numbers, code.
+CALIBRATION = (
+    "The morning was cold and the road was long, but they had promised to be home before the first snow, and so they "
+    "walked on without a word.",
+    "Question: A shop sells 24 apples a day for 5 days and 36 apples on each of the two days after that. How many apples "
+    "does it sell in the whole week? Answer: In five days it sells 24 * 5 =",
+    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n\n\n"
+    "def variance(values):\n    center = mean(values)\n",
+)
+CALIBRATION_NEW_TOKENS = 48
+
+
+def measured_popularity(engine: "Engine", cache_dir: Path | None = None) -> NDArray[np.int64]:
+    """How often each expert was chosen, int64 [L * E], from the cache folder or from one run of the calibration texts.
+
+    The run goes through the engine as it is and leaves its pool in whatever state it came to.
+    """
+    path = (cache_dir or default_cache_dir()) / "popularity" / f"{engine.spec.digest}.json"
+    total = engine.spec.total_experts
+    with suppress(OSError, ValueError, TypeError):
+        counts = np.array(json.loads(path.read_text())["counts"], dtype=np.int64)
+        if counts.shape == (total,) and counts.min() >= 0:
+            return counts
+    log.info("mode static: counting which experts are popular (once for this model)")
+    counts = np.zeros(total, dtype=np.int64)
+    engine.runner.usage = counts
+    try:
+        for text in CALIBRATION:
+            engine.generate([text], max_new_tokens=CALIBRATION_NEW_TOKENS, ignore_eos=True)
+    finally:
+        engine.runner.usage = None
+    with suppress(OSError):  # a cache that cannot be written costs a second count, nothing else
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump({"counts": counts.tolist()}, file)
+        os.replace(name, path)
+    return counts

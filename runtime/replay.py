@@ -1,0 +1,53 @@
+"""Routing replay: the experts of each token come from a trace instead of the router, so that a synthetic checkpoint of
+the trace's geometry runs with real routing, real bytes and real compute (its text is noise)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from seqmoe.predictors.trace import Trace
+from seqmoe.profiles.errors import UsageError
+
+
+@dataclass
+class Replay:
+    """Feeds the rows of a trace, one per token and sequence, in order; wraps around at the trace's end.
+
+    The sequences of a batch start evenly spaced in the trace, so that they do not replay the same rows in step.
+    """
+
+    trace: Trace
+    batch: int = 1
+    position: int = 0  # rows consumed so far by each sequence
+    width: int = 0  # rows that the pass at hand consumes
+
+    def begin(self, tokens: int) -> None:
+        """Starts a forward pass of `tokens` tokens over the whole batch (each sequence the same number)."""
+        self.position += self.width
+        self.width = max(1, tokens // self.batch)
+
+    def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts int64 [tokens, k] and weights [tokens, k] (in the dtype of `weights`) for this pass and layer."""
+        rows = self._rows(index.shape[0])
+        experts = torch.from_numpy(self.trace.expert_ids[rows, layer].astype(np.int64))
+        if self.trace.expert_weights is None:
+            return experts, torch.full_like(weights, 1.0 / experts.shape[1])
+        return experts, torch.from_numpy(self.trace.expert_weights[rows, layer].astype(np.float32)).to(weights.dtype)
+
+    def _rows(self, tokens: int) -> np.ndarray:
+        steps = self.trace.expert_ids.shape[0]
+        per_sequence = max(1, tokens // self.batch)
+        starts = np.arange(self.batch) * (steps // self.batch)
+        rows = (starts[:, None] + self.position + np.arange(per_sequence)[None, :]).reshape(-1)
+        return rows[:tokens] % steps
+
+    def check(self, num_layers: int, num_experts: int, top_k: int) -> None:
+        """Raises UsageError where the trace is of another geometry than the model."""
+        have = (self.trace.num_layers, self.trace.num_experts, self.trace.top_k)
+        want = (num_layers, num_experts, top_k)
+        if have != want:
+            raise UsageError(
+                f"the replayed trace has layers, experts, top-k {have}, the model has {want}: "
+                "make a synthetic checkpoint of the trace's geometry with bench/make_checkpoint.py --like-trace"
+            )

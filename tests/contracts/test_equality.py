@@ -1,0 +1,139 @@
+"""Design section 7: logits are bit-identical between `full` and every other mode and residency, and greedy tokens are
+those of Transformers' own `eager` experts: identical in float32; in bf16 they may first differ only where Transformers'
+implementations, too, disagree by more than the margin between the top two tokens.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.families import FAMILIES, make_checkpoint
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+
+from seqmoe.runtime.engine import Engine
+
+PROMPTS = [[5, 17, 33, 2, 71], [90, 8, 8, 41, 3, 12, 64, 1, 77, 20], [44, 45]]
+NEW_TOKENS = 64
+# Layouts that differ on disk; "saved" is always one of them.
+CASES = [(name, layout) for name in FAMILIES for layout in ("saved", "hub")]
+# Transformers itself gives other tokens for a padded prompt than for the prompt alone in these families, so batches of
+# different lengths are compared with Transformers' own batch only.
+
+
+class Capture(LogitsProcessor):
+    """Keeps a copy of each step's logits."""
+
+    def __init__(self) -> None:
+        self.logits: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.logits.append(scores.clone())
+        return scores
+
+
+def engine_run(
+    folder: Path, prompts: list[list[int]], new_tokens: int, **options: Any
+) -> tuple[list[list[int]], torch.Tensor]:
+    capture = Capture()
+    with Engine.open(folder, context=128, batch=len(prompts), **options) as engine:
+        report = engine.generate(prompts, new_tokens, ignore_eos=True, logits_processor=LogitsProcessorList([capture]))
+        if engine.residency is not None:
+            engine.residency.check_integrity()
+    return report.token_ids, torch.stack(capture.logits)
+
+
+def reference(
+    folder: Path, prompts: list[list[int]], new_tokens: int, implementation: str = "eager"
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Transformers alone: tokens and logits [steps, batch, vocab]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation=implementation).eval()
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    capture = Capture()
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0, eos_token_id=None,
+            logits_processor=LogitsProcessorList([capture]),
+        )  # fmt: skip
+    return out[:, longest:].tolist(), torch.stack(capture.logits)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[tuple[str, str, torch.dtype], Path] = {}
+
+    def get(name: str, layout: str, dtype: torch.dtype = torch.float32) -> Path:
+        key = (name, layout, dtype)
+        if key not in made:
+            made[key] = make_checkpoint(name, layout, tmp_path_factory.mktemp(f"{name}-{layout}"), dtype=dtype)
+        return made[key]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_float32_tokens_equal_transformers_eager(folders: Any, name: str, layout: str) -> None:
+    folder = folders(name, layout)
+    for prompts in ([PROMPTS[0]], [PROMPTS[1]], [PROMPTS[2]], PROMPTS):
+        want, want_logits = reference(folder, prompts, NEW_TOKENS)
+        got, got_logits = engine_run(folder, prompts, NEW_TOKENS, mode="lru", residency=0.25)
+        assert got == want
+        torch.testing.assert_close(got_logits, want_logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_mode_and_residency_gives_bit_identical_logits(folders: Any, name: str) -> None:
+    folder = folders(name, "saved")
+    for prompts in ([PROMPTS[1]], PROMPTS):
+        tokens, logits = engine_run(folder, prompts, 16, mode="full")
+        runs = [("eager", None)] + [(mode, share) for mode in ("lru", "lfu", "static") for share in (None, 0.25, 1.0)]
+        for mode, share in runs:
+            options: dict[str, Any] = {"mode": mode}
+            if share is not None:
+                options["residency"] = share
+            elif mode != "eager":
+                options["slots"] = (
+                    4
+                    if name in ("qwen3_moe", "olmoe", "deepseek_v3")
+                    else 3
+                    if "qwen" in name and name != "qwen3_5_moe"
+                    else 2
+                )
+            if mode == "static":
+                options["popularity"] = torch.arange(_experts(folder)).numpy()
+            got_tokens, got = engine_run(folder, prompts, 16, **options)
+            assert got_tokens == tokens, (mode, share)
+            assert torch.equal(got, logits), (mode, share, float((got - logits).abs().max()))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bfloat16_differs_from_eager_only_within_transformers_own_spread(folders: Any, name: str) -> None:
+    folder = folders(name, "saved", torch.bfloat16)
+    prompts = [PROMPTS[1]]
+    want, logits = reference(folder, prompts, 32)
+    got, _ = engine_run(folder, prompts, 32, mode="lru", residency=0.5)
+    if got == want:
+        return
+    step = next(i for i, (a, b) in enumerate(zip(got[0], want[0], strict=True)) if a != b)
+    top = logits[step, 0].topk(2).values
+    spread = _spread(folder, prompts[0] + want[0][:step])
+    assert float(top[0] - top[1]) <= spread, f"step {step}: margin {float(top[0] - top[1])} > spread {spread}"
+
+
+def _spread(folder: Path, ids: list[int]) -> float:
+    """Largest difference between the last logits of Transformers' own implementations on the same tokens."""
+    last = []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation=implementation).eval()
+        with torch.inference_mode():
+            last.append(model(torch.tensor([ids])).logits[0, -1].float())
+    return max(float((a - b).abs().max()) for a in last for b in last)
+
+
+def _experts(folder: Path) -> int:
+    from seqmoe.runtime.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint.num_layers * checkpoint.num_experts
