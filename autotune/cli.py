@@ -1,10 +1,7 @@
 """`seqmoe-tune`: measure this machine, find the settings that run a model fastest on it, prove it, write the profile."""
 
-import contextlib
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -20,15 +17,17 @@ from seqmoe.profiles.schema import write_profile
 from seqmoe.profiles.spec import LinkSpec
 
 if TYPE_CHECKING:
+    from seqmoe.autotune.measure import Measure
+    from seqmoe.autotune.probe import Probe
     from seqmoe.autotune.tune import Plan, Request
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The commands that the processes of a tune are started with; None is our own. Click's `obj`, for tests."""
+    """What measures and what probes a model; None is our own. Click's `obj`, so that a test can bring a machine of its own."""
 
-    measure: tuple[str, ...] | None = None
-    probe: tuple[str, ...] | None = None
+    measure: "Measure | None" = None
+    probe: "Callable[..., Probe] | None" = None
 
 
 EXIT_TUNED, EXIT_DEFAULT_KEPT = 0, 3
@@ -109,8 +108,9 @@ def tune_command(
     A profile is only ever better than the default, by a measured margin, or it is the default.
     """
     # Here, so that --help does not wait for Optuna.
-    from seqmoe.autotune import probe as probing
+    from seqmoe.autotune.interrupts import shielded, terminable
     from seqmoe.autotune.measure import measure
+    from seqmoe.autotune.probe import probe_model
     from seqmoe.autotune.prompts import load_prompts
     from seqmoe.autotune.report import Display, plan_summary, print_plan, print_report, summary
     from seqmoe.autotune.search import open_storage
@@ -122,16 +122,11 @@ def tune_command(
     search_prompts, held_out = load_prompts(prompts)
     out = out or Path(f"{model_id(model)}.profile.yaml")
     check_writable(out)
-    with _terminable(), Display(stderr, budget) as display:
+    with terminable(), Display(stderr, budget) as display:
         folder = resolve_model(model, progress=display.written)
         display.stage("probe", LINK_SECONDS + 10)
-        probe = probing.probe_model(
-            folder,
-            str(link),
-            Knobs(),
-            link_seconds=0 if dry_run else LINK_SECONDS,
-            command=workers.probe or probing.PROBE_COMMAND,
-        )
+        probe_with = workers.probe or probe_model
+        probe = probe_with(folder, str(link), Knobs(), link_seconds=0 if dry_run else LINK_SECONDS)
         most = probe.spec.max_context
         require(
             not (most and context) or (context or 0) <= most,
@@ -151,7 +146,7 @@ def tune_command(
             return 0
         display.note(f"memory: {plan.memory_note}")
         state = state or state_folder(probe.spec.digest, plan.question, str(link), context)
-        run = partial(measure, command=workers.measure)
+        run = workers.measure or measure
         tuning = Tuning(request, plan, probe, machine_spec(folder), run, display, metadata.version("seqmoe"))
         try:
             with locked(state):
@@ -159,7 +154,8 @@ def tune_command(
                 verdict = tuning.run(opened, _study_prefix(probe.spec.digest, plan, request), resume)
                 write_profile(tuning.profile(), out)
         except KeyboardInterrupt:
-            profile = write_profile(tuning.profile(interrupted=True), out)
+            with shielded():
+                profile = write_profile(tuning.profile(interrupted=True), out)
             display.note(f"interrupted; {out} holds the best so far ({profile.evidence.reason}); --resume goes on")
             if as_json:
                 emit_json(summary(tuning, str(out), INTERRUPTED))
@@ -177,20 +173,6 @@ def _study_prefix(digest: str, plan: "Plan", request: "Request") -> str:
 
     parts = [digest, plan.question, request.context, str(request.link), list(request.search_prompts)]
     return f"seqmoe-{canonical_digest(parts)[:12]}-"
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends a tune as Ctrl-C does: children gone, the best so far written."""
-
-    def stop(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def main() -> NoReturn:

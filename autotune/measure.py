@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -100,7 +100,11 @@ def measure(
     """
     start = time.monotonic()
     result = run_job(workload.job(knobs), timeout_s, command)
-    elapsed = time.monotonic() - start
+    return outcome_of(result, knobs, time.monotonic() - start)
+
+
+def outcome_of(result: Mapping[str, Any], knobs: Knobs, elapsed: float) -> Measurement | Failure:
+    """What the worker's answer says."""
     if "error" in result:
         return _failure(result["error"], elapsed)
     try:

@@ -157,7 +157,7 @@ def print_report(console: Console, tuning: Tuning, profile_path: str) -> None:
     arms = Table("", "residency", "tokens/s", "settings")
     share = tuning.probe.spec.total_experts
     rows: list[tuple[str, Knobs, float | None]] = [
-        ("default", tuning.plan.default, verdict.default_tokens_per_s or result.defaults[-1].tokens_per_s)
+        ("default", tuning.plan.default, tuning.profile().evidence.default_tokens_per_s)
     ]
     if verdict.status == "tuned":
         rows.append(("tuned", tuning.chosen, verdict.tuned_tokens_per_s))

@@ -8,14 +8,16 @@ to stay small beside the process it measures, in the same memory group.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from seqmoe.autotune.interrupts import shielded
 from seqmoe.autotune.measure import Failure, Measure, Measurement, Workload
 from seqmoe.autotune.space import Space
 from seqmoe.profiles.budget import MIB
@@ -62,15 +64,16 @@ class Search:
     ) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.space, self.workload, self.measure = space, workload, measure
-        self.study = optuna.create_study(
-            study_name=study_name, storage=storage, direction="minimize", load_if_exists=True
-        )
+        with shielded():
+            self.study = optuna.create_study(
+                study_name=study_name, storage=storage, direction="minimize", load_if_exists=True
+            )
+            _requeue_stale(self.study)
         # A sampler that starts again with the same seed would repeat its first proposals.
         seed += len(self.study.get_trials(deepcopy=False))
         self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
         self.result = SearchResult()
         self._failures = 0
-        _requeue_stale(self.study)
         self._refresh()
 
     def run(
@@ -78,9 +81,10 @@ class Search:
     ) -> SearchResult:
         """Trials until `seconds` are used up. The default is measured in any case, and its error, if it fails, is raised."""
         deadline = time.monotonic() + seconds
-        self.study.enqueue_trial(
-            self._params(self.space.default_params()), user_attrs={"origin": "default"}, skip_if_exists=True
-        )
+        with shielded():
+            self.study.enqueue_trial(
+                self._params(self.space.default_params()), user_attrs={"origin": "default"}, skip_if_exists=True
+            )
         since = DRIFT_EVERY
         while not self.result.defaults or (
             self.result.trials < max_trials and time.monotonic() + self.run_s() <= deadline
@@ -100,7 +104,8 @@ class Search:
             if knobs == self.space.default() or time.monotonic() + self.run_s() > deadline:
                 continue
             trial = next(t for t in self.study.trials if t.state == TrialState.COMPLETE and _knobs_of(t) == knobs)
-            self.study.enqueue_trial(trial.params, user_attrs={"origin": "confirm"})
+            with shielded():
+                self.study.enqueue_trial(trial.params, user_attrs={"origin": "confirm"})
             self._one(on_trial)
         return self.result
 
@@ -115,29 +120,36 @@ class Search:
         outcome = self.measure(self.space.default(), self.workload, self.timeout_s())
         if isinstance(outcome, Failure):
             raise outcome.error()
-        self.result.defaults.append(outcome)
-        seen = [*self.study.user_attrs.get("defaults", []), _summary(outcome)]
-        self.study.set_user_attr("defaults", seen)
+        with shielded():
+            self.result.defaults.append(outcome)
+            seen = [*self.study.user_attrs.get("defaults", []), _summary(outcome)]
+            self.study.set_user_attr("defaults", seen)
         on_trial(TrialReport(-1, outcome.knobs, outcome, 0.0, True))
 
     def _one(self, on_trial: Callable[[TrialReport], None]) -> None:
-        trial = self.study.ask()
-        try:
+        """Ask, run, tell. Only the run may be interrupted: it is then queued again for whoever goes on."""
+        knobs: Knobs | None = None
+        outcome: Measurement | Failure | None = None
+        planned = 0
+        with shielded():
+            trial = self.study.ask()
             params = self.space.suggest(trial)
             try:
-                knobs: Knobs | None = self.space.knobs(params)
-                plan = self.space.plan(knobs) if knobs else None
+                knobs = self.space.knobs(params)
+                planned = self.space.plan(knobs).total_bytes
             except BudgetError as error:  # the read buffers alone are too much: a lesson without a run
-                knobs, plan = None, None
-                outcome: Measurement | Failure = Failure("memory", str(error), error.exit_code, 0.0)
-            else:
+                outcome = Failure("memory", str(error), error.exit_code, 0.0)
+        try:
+            if outcome is None:
                 assert knobs is not None
                 outcome = self.measure(knobs, self.workload, self.timeout_s())
-            value = self._tell(trial, knobs, outcome, plan.total_bytes if plan else None)
         except BaseException:
-            _give_up(self.study, trial.number, trial.params)
+            with shielded():
+                _give_up(self.study, trial.number, trial.params)
             raise
-        self._refresh()
+        with shielded():
+            value = self._tell(trial, knobs, outcome, planned)
+            self._refresh()
         on_trial(TrialReport(trial.number, knobs, outcome, value, False))
         failed = isinstance(outcome, Failure) and outcome.kind == "error"
         self._failures = self._failures + 1 if failed else 0
@@ -145,7 +157,7 @@ class Search:
             raise SeqmoeError(f"{MAX_FAILURES} trials in a row failed, the last one with: {outcome.message}")
 
     def _tell(
-        self, trial: optuna.Trial, knobs: Knobs | None, outcome: Measurement | Failure, planned: int | None
+        self, trial: optuna.Trial, knobs: Knobs | None, outcome: Measurement | Failure, planned: int
     ) -> float | None:
         """Record an outcome. A run out of memory or of time is COMPLETE, with a violated constraint or a bad value: the sampler
         learns nothing from FAIL."""
@@ -162,7 +174,7 @@ class Search:
             if outcome.kind == "error":
                 self.study.tell(trial, state=TrialState.FAIL)
                 return None
-            over = max(1.0, ((planned or 0) - budget) / MIB)
+            over = max(1.0, (planned - budget) / MIB)
             trial.set_constraint("memory_mib", over if outcome.kind == "memory" else 0.0)
             value = math.log(SLOWEST) if outcome.kind == "timeout" else 0.0
         self.study.tell(trial, value)
@@ -178,6 +190,11 @@ class Search:
     def run_s(self) -> float:
         """How long one run takes: the median of the default's."""
         times = sorted(m.elapsed_s for m in self.result.defaults)
+        return times[len(times) // 2] if times else 0.0
+
+    def stored_run_s(self) -> float:
+        """The same from what earlier sessions of this study stored, 0 where there is nothing."""
+        times = sorted(float(d["elapsed_s"]) for d in self.study.user_attrs.get("defaults", []))
         return times[len(times) // 2] if times else 0.0
 
     def spent_s(self) -> float:
@@ -205,10 +222,14 @@ class Search:
 
 
 def open_storage(path_or_url: str) -> BaseStorage:
-    """A journal file for a path, otherwise whatever Optuna makes of the URL. Raises SeqmoeError in one line."""
+    """A journal file for a path, otherwise whatever Optuna makes of the URL. Raises SeqmoeError in one line.
+
+    Whoever opens a journal holds its folder (`state.locked`), so a lock that lies there is left from a process that was killed.
+    """
     try:
         if "://" in path_or_url:
             return optuna.storages.get_storage(path_or_url)
+        Path(f"{path_or_url}.lock").unlink(missing_ok=True)
         backend = optuna.storages.journal.JournalFileBackend(path_or_url)
         return optuna.storages.JournalStorage(backend)
     except Exception as error:  # noqa: BLE001 (every database driver has its own)
@@ -248,10 +269,3 @@ def _knobs_of(trial: FrozenTrial) -> Knobs:
 def _summary(found: Measurement) -> dict[str, Any]:
     names = ("tokens_per_s", "ttft_s", "hit_rate", "bytes_read", "peak_rss_bytes", "slots", "elapsed_s")
     return {name: getattr(found, name) for name in names}
-
-
-def iter_failures(study: optuna.Study) -> Iterator[str]:
-    """Messages of the trials that failed, for the report."""
-    for trial in study.get_trials(deepcopy=False):
-        if "failure" in trial.user_attrs:
-            yield trial.user_attrs["failure"]["message"]

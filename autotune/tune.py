@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from seqmoe.autotune.interrupts import shielded
 from seqmoe.autotune.measure import Failure, Measure, Measurement, Workload
 from seqmoe.autotune.probe import Probe
 from seqmoe.autotune.prompts import prompts_digest
@@ -19,7 +20,7 @@ from seqmoe.profiles.budget import MIB, EffectiveBudget, budget_for_slots, effec
 from seqmoe.profiles.fingerprint import fingerprint_of
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import memory_facts
-from seqmoe.profiles.sizes import format_bytes
+from seqmoe.profiles.sizes import format_bytes, format_duration
 from seqmoe.profiles.spec import LinkSpec, MachineSpec
 
 # The demo fits in any memory, so a share of its experts is kept out of it, or there would be nothing to see.
@@ -31,8 +32,12 @@ PROCESS_JITTER_BYTES = 12 * MIB
 SEARCH_SHARE = 0.45
 CONFIRM_SHARE = 0.10
 CONFIRM_TOP = 3
+# Kept for the verdict before the search gets any: three pairs, and one run at full context that may take longer.
+VERDICT_RUNS = 7.5
+FULL_RUNS = 20  # with everything in memory it is measured only where there is time for this many runs
+LONGEST_RUN_S = 900.0  # nobody waits longer for one short run of the default
 RUNS_WANTED = 24  # runs that the time should suffice for; it decides how many tokens one run decodes
-MIN_TOKENS, MAX_TOKENS, WARMUP_TOKENS = 16, 128, 8
+MIN_TOKENS, MAX_TOKENS, WARMUP_TOKENS, CALIBRATION_TOKENS = 16, 128, 8, 16
 CLEAR_GAIN = 0.02  # below it an interrupted search's best is not worth more trust than the default
 FULL_SHARE_OF_RAM = 0.6  # everything in memory is measured only where it takes less than this of what is free
 
@@ -122,6 +127,7 @@ class Tuning:
         self.search: Search | None = None
         self.verdict: Verdict | None = None
         self.chosen = plan.default
+        self.first: Measurement | None = None  # of the default, short
         self.full: Measurement | None = None
         self.peak_rss_bytes: int | None = None
         self.memory_plan: dict[str, int] | None = None
@@ -129,20 +135,34 @@ class Tuning:
 
     def run(self, storage: Any, study_prefix: str, resume: bool) -> Verdict:
         """All stages. Raises the default's own error when the default cannot run."""
-        workload, name = self._workload(storage, study_prefix, resume)
+        workload, name, run_s = self._workload(storage, study_prefix, resume)
         self.search = search = Search(self.plan.space, workload, self.measure, storage, name, self.request.seed)
         space = self.plan.space
         kept = {"memory_bytes": space.memory_bytes, "process_bytes": space.process_bytes, "max_slots": space.max_slots}
-        search.study.set_user_attr("workload", {"tokens": workload.tokens, **kept})
+        with shielded():
+            search.study.set_user_attr("workload", {"tokens": workload.tokens, **kept})
         spent = search.spent_s()  # of an earlier session
         left = max(0.0, self.request.budget_s - self.elapsed_s() - spent)
-        self.events.stage("search", left * SEARCH_SHARE)
+        run_s = run_s or search.stored_run_s()
+        if left > FULL_RUNS * run_s:
+            self._measure_full(workload, run_s)
+            left = max(0.0, self.request.budget_s - self.elapsed_s() - spent)
+        search_s = min(left * SEARCH_SHARE, left - VERDICT_RUNS * run_s)
+        if search_s < 2 * run_s and not search.result.trials:
+            need = format_duration(self.elapsed_s() + (VERDICT_RUNS + 6) * run_s)
+            reason = (
+                f"no time for a trial: one run takes {format_duration(run_s)} here, so --budget {need} is the least"
+            )
+            self.verdict = Verdict("default_kept", reason)
+            return self.verdict
+        self.events.stage("search", search_s)
         report = self._on_trial(search)
-        search.run(left * SEARCH_SHARE, report, max_trials=self.request.max_trials or MAX_TRIALS)
-        self.events.stage("confirm", left * CONFIRM_SHARE)
-        search.confirm(CONFIRM_TOP, left * CONFIRM_SHARE, report)
+        search.run(search_s, report, max_trials=self.request.max_trials or MAX_TRIALS)
+        if left * CONFIRM_SHARE > run_s:
+            self.events.stage("confirm", left * CONFIRM_SHARE)
+            search.confirm(CONFIRM_TOP, left * CONFIRM_SHARE, report)
         self.verdict = self._judge(search, workload)
-        self._soak(workload)
+        self._soak(workload, search.run_s())
         return self.verdict
 
     def elapsed_s(self) -> float:
@@ -152,7 +172,8 @@ class Tuning:
     def profile(self, interrupted: bool = False) -> schema.Profile:
         """The profile as things stand: the verdict's, or the best so far as `untested`."""
         verdict = self.verdict or self._unfinished(interrupted)
-        default_s = [m.tokens_per_s for m in self.search.result.defaults] if self.search else []
+        seen = self.search.result.defaults[-1:] if self.search and self.search.result.defaults else [self.first]
+        default_rate = seen[0].tokens_per_s if seen[0] else None
         request, spec, layer_ms = self.request, self.probe.spec, None
         if self.full:
             layer_ms = self.full.seconds_per_token * 1e3 / spec.num_layers
@@ -197,7 +218,7 @@ class Tuning:
                 n_pairs=verdict.n_pairs,
                 trials=self.search.result.trials if self.search else 0,
                 seed=request.seed,
-                default_tokens_per_s=verdict.default_tokens_per_s or (default_s[-1] if default_s else None),
+                default_tokens_per_s=verdict.default_tokens_per_s or default_rate,
                 tuned_tokens_per_s=verdict.tuned_tokens_per_s,
                 prompts_digest=prompts_digest(request.search_prompts, request.held_out_prompts),
             ),
@@ -205,8 +226,11 @@ class Tuning:
 
     # -- stages -----------------------------------------------------------------------------------------------------------
 
-    def _workload(self, storage: Any, prefix: str, resume: bool) -> tuple[Workload, str]:
-        """What every run decodes, and the study's name; a resumed study keeps the workload that it began with."""
+    def _workload(self, storage: Any, prefix: str, resume: bool) -> tuple[Workload, str, float]:
+        """What every run decodes, the study's name, and how long a run will take (0 = the study knows).
+
+        A resumed study keeps the workload that it began with.
+        """
         request = self.request
         names = study_names(storage, prefix)
         kept = _study_attrs(storage, names[-1]).get("workload") if resume and names else None
@@ -215,7 +239,7 @@ class Tuning:
         workload = Workload(
             model=str(request.folder),
             prompts=request.search_prompts,
-            tokens=min(32, max(1, request.context // 4)),
+            tokens=min(CALIBRATION_TOKENS, max(1, request.context // 4)),
             warmup_tokens=min(WARMUP_TOKENS, max(1, request.context // 8)),
             context=request.context,
             memory_bytes=self.plan.budget.budget_bytes,
@@ -224,16 +248,17 @@ class Tuning:
         )
         if kept:
             self.events.note(f"resuming study {names[-1]}")
-            return replace(workload, tokens=int(kept["tokens"])), names[-1]
+            return replace(workload, tokens=int(kept["tokens"])), names[-1], 0.0
         if resume:
             self.events.note("nothing to resume: starting a new study")
         self.events.stage("calibrate", 0)
-        self._measure_full(workload)
-        first = self.measure(self.plan.default, workload, 1800.0)
+        first = self.measure(self.plan.default, workload, max(LONGEST_RUN_S, self.request.budget_s))
         if isinstance(first, Failure):
             raise first.error()
-        self.memory_plan = first.memory_plan
-        return replace(workload, tokens=self._tokens(first, workload)), f"{prefix}{len(names) + 1}"
+        self.memory_plan, self.first = first.memory_plan, first
+        tokens = self._tokens(first, workload)
+        more = (tokens - workload.tokens) * len(workload.prompts) * first.seconds_per_token
+        return replace(workload, tokens=tokens), f"{prefix}{len(names) + 1}", first.elapsed_s + more
 
     def _keep_plan(self, kept: dict[str, Any]) -> None:
         """The memory that a resumed study began with: free RAM and the size of a process differ a little each time."""
@@ -247,7 +272,7 @@ class Tuning:
         self.plan = replace(self.plan, budget=budget, space=space, default=space.default())
         self.chosen = self.plan.default
 
-    def _measure_full(self, workload: Workload) -> None:
+    def _measure_full(self, workload: Workload, run_s: float) -> None:
         """With every expert in memory, where there is room: what the layers cost by themselves, and the upper end."""
         spec, memory = self.probe.spec, memory_facts()
         need = budget_for_slots(spec, spec.total_experts, workload.context, 1, Knobs(), self.plan.space.process_bytes)
@@ -255,7 +280,8 @@ class Tuning:
         if need > room:
             self.events.note(f"all experts in memory would take {format_bytes(need)}: not measured")
             return
-        outcome = self.measure(Knobs(), replace(workload, memory_bytes=need, mode="full"), 1800.0)
+        self.events.stage("all in memory", run_s)
+        outcome = self.measure(Knobs(), replace(workload, memory_bytes=need, mode="full"), max(60.0, 4 * run_s))
         if isinstance(outcome, Measurement):
             self.full = outcome
         else:
@@ -267,7 +293,7 @@ class Tuning:
         fixed_s = max(0.0, first.elapsed_s - decode_s)
         run_s = (self.request.budget_s - self.elapsed_s()) / RUNS_WANTED
         tokens = int((run_s - fixed_s) / (first.seconds_per_token * len(workload.prompts)))
-        return max(min(MIN_TOKENS, workload.tokens), min(MAX_TOKENS, workload.context // 2, tokens))
+        return max(min(MIN_TOKENS, workload.context // 4), min(MAX_TOKENS, workload.context // 2, tokens))
 
     def _judge(self, search: Search, workload: Workload) -> Verdict:
         best = search.result.best()
@@ -286,15 +312,16 @@ class Tuning:
             self.chosen = best[1]
         return verdict
 
-    def _soak(self, workload: Workload) -> None:
+    def _soak(self, workload: Workload, run_s: float) -> None:
         """The memory peak of the chosen settings with the whole context in use; tuned settings that exceed the budget lose."""
-        self.events.stage("memory peak at full context", 0)
+        timeout_s = max(60.0, 4 * run_s, self.request.budget_s - self.elapsed_s())
+        self.events.stage("memory peak at full context", run_s)
         tokens = min(8, max(1, workload.context // 4))
         # Token ids, not text: exactly as many as the context holds, all over the vocabulary so that many experts are asked for.
         span = max(2, min(self.probe.spec.vocab_size or 256, 30_000))
         long = [i * 7919 % span for i in range(workload.context - tokens)]
         full_context = replace(workload, prompts=(long,), tokens=tokens, warmup_tokens=0)
-        outcome = self.measure(self.chosen, full_context, 1800.0)
+        outcome = self.measure(self.chosen, full_context, timeout_s)
         if isinstance(outcome, Failure):
             self.events.note(f"the run at full context failed: {outcome.message}")
             over = outcome.message if outcome.kind == "memory" else ""

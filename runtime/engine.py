@@ -298,7 +298,12 @@ class Engine:
             config.pad_token_id = 0
         recording = Recording()
         loop = partial(
-            decode_loop, totals=self.totals, recording=recording, before_pass=self._before_pass, graph=self._graph_for
+            decode_loop,
+            totals=self.totals,
+            recording=recording,
+            before_pass=self._before_pass,
+            graph=self._graph_for,
+            streamer=streamer,  # Transformers itself hands it the prompt only: it gives none to a loop that is not its own
         )
         self._busy = True
         try:

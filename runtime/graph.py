@@ -16,7 +16,16 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Linea
 import seqmoe.runtime.graph_dense
 import seqmoe.runtime.graph_rows  # noqa: F401  (both fill the table of handlers)
 from seqmoe.runtime.graph_lower import ExpertsCall, ExpertsStep, Lowering, Program, Stretch
-from seqmoe.runtime.graph_tape import Capture, CaptureLayer, ForwardNames, GraphUnsupported, stand_in, stand_in_experts
+from seqmoe.runtime.graph_tape import (
+    Capture,
+    CaptureLayer,
+    ForwardNames,
+    GraphUnsupported,
+    Tape,
+    same_step,
+    stand_in,
+    stand_in_experts,
+)
 from seqmoe.runtime.kernels import fused_isa as isa
 
 # Root mean square by which the captured step's logits may differ from the model's own, relative to their spread.
@@ -70,6 +79,8 @@ class DecodeGraph:
             graph = _build(model, experts_call, max_context, batch)
             if check:
                 _check(graph)
+            graph.program.choose_threads()
+            graph.reset()
         except GraphUnsupported:
             raise
         except Exception as error:  # model code may do anything; the plain forward still works
@@ -81,6 +92,18 @@ class DecodeGraph:
     def cache_bytes(self) -> int:
         """Bytes of keys and values at full context."""
         return sum(tensor.numel() * tensor.itemsize for pair in self._caches.values() for tensor in pair)
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Back to an empty cache."""
+        self.length = 0
+        self._padding[:] = 0
+        self.program.run[isa.RUN_PADDING : isa.RUN_PADDING + self.batch] = 0
+        for layer in self._states.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                for state in (*layer.conv_states.values(), *layer.recurrent_states.values()):
+                    if state is not None:
+                        state.zero_()
 
     @torch.inference_mode()
     def load_cache(self, cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
@@ -234,9 +257,11 @@ def _prompt(model: PreTrainedModel, batch: int, length: int) -> tuple[torch.Tens
 
 
 def _build(model: PreTrainedModel, experts_call: ExpertsCall, max_context: int, batch: int) -> DecodeGraph:
+    if model.dtype not in _TOLERANCE:
+        raise GraphUnsupported(f"the decode machine computes in float32 and bfloat16, the model is in {model.dtype}")
     names = ForwardNames(model)
     cache = DynamicCache(config=model.config)
-    ids, mask = _prompt(model, batch, 4)
+    ids, mask = _prompt(model, batch, min(4, max_context - 1))
     with stand_in(model):
         _eager(model, names, ids, cache, torch.ones_like(mask))
     capture = Capture(model, max_context)
@@ -248,9 +273,15 @@ def _build(model: PreTrainedModel, experts_call: ExpertsCall, max_context: int, 
                 continue
             if type(layer).__name__ not in ("DynamicLayer", "DynamicSlidingWindowLayer"):
                 raise GraphUnsupported(f"its cache layers are {type(layer).__name__}")
+            if layer.is_sliding:
+                capture.windows[index] = layer.get_max_length()
             cache.layers[index] = CaptureLayer(capture, index, layer.is_sliding, layer.get_seq_length())
         tokens, positions = torch.full((batch, 1), 1), torch.full((batch, 1), 4)
     tape, token_ref, position_ref, logits = capture.run(tokens, positions, cache, names)
+    if tape.reads:
+        _refuse_if_values_matter(
+            model, tape, {token_ref.storage, position_ref.storage}, cache, names, max_context, batch
+        )
     caches = {
         layer: (
             torch.empty(batch, keys[1], max_context, keys[3], dtype=dtype),
@@ -264,6 +295,30 @@ def _build(model: PreTrainedModel, experts_call: ExpertsCall, max_context: int, 
     if not any(isinstance(step, ExpertsStep) for step in program.steps):
         raise GraphUnsupported("no experts were called during decode")
     return DecodeGraph(model, experts_call, program, capture, caches, cache, tokens, positions, max_context)
+
+
+def _refuse_if_values_matter(
+    model: PreTrainedModel,
+    tape: Tape,
+    inputs: set[int],
+    cache: Cache,
+    names: ForwardNames,
+    max_context: int,
+    batch: int,
+) -> None:
+    """A model that reads values in Python (say to choose rope frequencies by length) must do the same at both ends."""
+    other = Capture(model, max_context)
+    layers = list(cache.layers)
+    for index, layer in enumerate(layers):
+        if isinstance(layer, CaptureLayer):
+            cache.layers[index] = CaptureLayer(other, index, layer.is_sliding, max_context - 1)
+    tokens, positions = torch.full((batch, 1), 2), torch.full((batch, 1), max_context - 1)
+    second, *_ = other.run(tokens, positions, cache, names)
+    cache.layers[:] = layers
+    if not same_step(tape, second, inputs):
+        raise GraphUnsupported(
+            f"the model reads a tensor's value in Python, and decodes differently for it within {max_context} tokens"
+        )
 
 
 def _check(graph: DecodeGraph) -> None:
@@ -289,7 +344,7 @@ def _check(graph: DecodeGraph) -> None:
                     )
     finally:
         graph.experts_call = real
-        graph.length = 0
+        graph.reset()
 
 
 __all__ = ["DecodeGraph", "ExpertsCall", "GraphUnsupported", "PlainDecode", "compile_decode"]

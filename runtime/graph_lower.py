@@ -4,6 +4,7 @@ becomes instructions (`graph_ops`) or, where the machine has none, plain aten ca
 
 import ctypes
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from seqmoe.runtime.kernels.fused_ops import CHUNK
 from seqmoe.runtime.kernels.fused_vm import JOB_FIELDS, TABLE_FIELDS, operation, run_program, work_of
 
 _ALIGN = 64
+_THREAD_TRIALS = 6
 _DTYPES = {torch.float32: isa.F32, torch.bfloat16: isa.BF16, torch.int64: isa.I64, torch.bool: isa.U8,
            torch.uint8: isa.U8, torch.int32: isa.I32}  # fmt: skip
 # Calls whose result is random or depends on more than their arguments: never replayed.
@@ -124,6 +126,24 @@ class Program:
             else:
                 item()
         del kept
+
+    def choose_threads(self) -> None:
+        """Keeps those linear layers on one thread for which waking the others did not pay when tried, here and now."""
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for place in np.flatnonzero((self.code[:, isa.OP] == isa.OP_LINEAR) & (self.code[:, isa.AUX] != 0)):
+            row = self.code[place]
+            key = (*row[isa.SIZES : isa.SIZES + 3].tolist(), int(row[isa.IN1 + 1]))
+            shapes.setdefault(key, []).append(int(place))
+        for places in shapes.values():
+            took_us = [float("inf"), float("inf")]
+            for trial in range(2 * _THREAD_TRIALS):
+                # Other layers' weights each time, so that they come from memory as they do in a step.
+                here, parallel = places[trial % len(places)], trial // 2 % 2
+                self.code[here, isa.AUX] = parallel
+                started = time.perf_counter()
+                run_program(self._code_at, here, here + 1, self._run_at)
+                took_us[parallel] = min(took_us[parallel], (time.perf_counter() - started) * 1e6)
+            self.code[places, isa.AUX] = int(took_us[1] < took_us[0])
 
     @property
     def aten_calls(self) -> list[str]:
@@ -291,6 +311,8 @@ class Lowering:
                 self.linear_inputs = max(self.linear_inputs, instruction.linear_inputs)
             return instructions
         except NoInstruction:
+            if node.func is None:
+                raise GraphUnsupported(f"the decode machine cannot express this model's {node.name}") from None
             return None
 
     def _aten(self, node: Node) -> AtenStep:

@@ -67,6 +67,7 @@ class Tape:
     created: set[int] = field(default_factory=set)
     guarded: dict[int, str] = field(default_factory=dict)  # storages that only an `attend` may read
     alive: list[torch.Tensor] = field(default_factory=list)
+    reads: int = 0  # times that Python looked at a tensor's value
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         storage = tensor.untyped_storage()
@@ -98,7 +99,8 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if base in ("_local_scalar_dense", "item", "is_nonzero"):
-            raise GraphUnsupported("the model reads a tensor's value in Python during decode")
+            self.tape.reads += 1
+            return func(*args, **kwargs)
         tape = self.tape
         seen_args = _to_refs(tape, args)
         seen_kwargs = {key: _to_refs(tape, value) for key, value in kwargs.items()}
@@ -122,6 +124,34 @@ def _to_refs(tape: Tape, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_to_refs(tape, item) for item in value)
     return value
+
+
+def same_step(one: Tape, other: Tape, inputs: set[int]) -> bool:
+    """Whether two recordings are of the same calls on the same constants; `inputs`: storages that may differ in value."""
+    pairs: dict[int, int] = {}
+
+    def same(a: Any, b: Any) -> bool:
+        if isinstance(a, Ref) and isinstance(b, Ref):
+            looks = (a.offset, a.size, a.stride, a.dtype) == (b.offset, b.size, b.stride, b.dtype)
+            return looks and pairs.setdefault(a.storage, b.storage) == b.storage
+        if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
+            return len(a) == len(b) and all(map(same, a, b))
+        return bool(a == b)
+
+    if len(one.nodes) != len(other.nodes):
+        return False
+    for a, b in zip(one.nodes, other.nodes, strict=True):
+        if a.name != b.name or a.kwargs.keys() != b.kwargs.keys():
+            return False
+        if not same((a.args, tuple(a.kwargs.values()), a.outs), (b.args, tuple(b.kwargs.values()), b.outs)):
+            return False
+    for key, other_key in pairs.items():
+        mine, theirs = one.storages[key], other.storages[other_key]
+        if key in one.created or key in inputs or mine.data_ptr() == theirs.data_ptr():
+            continue
+        if not torch.equal(mine, theirs):
+            return False
+    return True
 
 
 def _flat_refs(value: Any) -> Iterator[Ref]:
@@ -179,7 +209,8 @@ class Capture:
         self.model, self.max_context = model, max_context
         self.tape = Tape()
         self.experts_modules: list[torch.nn.Module] = []
-        self.masks: dict[int, MaskKind] = {}
+        self.masks: dict[int, MaskKind | GraphUnsupported] = {}  # by id of the marker given out
+        self.windows: dict[int, int] = {}  # layer -> positions that its Transformers cache keeps
         self.keys: dict[int, int] = {}  # id of a key or value tensor handed out -> layer
         self.key_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {}
         self._alive: list[Any] = []
@@ -258,19 +289,26 @@ class Capture:
             if attention_mask is None:
                 kind = MaskKind()
             elif id(attention_mask) in self.masks:
-                kind = self.masks[id(attention_mask)]
+                known = self.masks[id(attention_mask)]
+                if isinstance(known, GraphUnsupported):
+                    raise known
+                kind = known
             else:
                 raise GraphUnsupported(f"{type(module).__name__} attends under a mask that it computes itself")
+            layer: int = getattr(module, "layer_idx", -1) if latent is not None else self.keys[id(key)]
+            window = self.windows.get(layer, 0)
+            if 0 < window < self.max_context and window != (kind.window or kind.chunk):
+                raise GraphUnsupported(f"layer {layer} keeps {window} positions, its mask shows {kind}")
             scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
             out = torch.zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1], dtype=query.dtype)
             facts = {"scale": scale, "softcap": float(softcap or 0.0), "mask": kind}
             if latent is not None:
                 if s_aux is not None or softcap:
                     raise GraphUnsupported(f"{type(module).__name__} has sinks or a soft cap on latent attention")
-                self._note("attend_latent", (query, latent), out, layer=module.layer_idx, **facts)
+                self._note("attend_latent", (query, latent), out, layer=layer, **facts)
             else:
                 inputs = (query,) if s_aux is None else (query, s_aux)
-                self._note("attend", inputs, out, layer=self.keys[id(key)], **facts)
+                self._note("attend", inputs, out, layer=layer, **facts)
             return out, None
 
     def _latent(self, module: Any, key: torch.Tensor) -> torch.Tensor | None:
@@ -294,7 +332,10 @@ class Capture:
     def mask(self, *args: Any, mask_function: Callable[..., Any], q_offset: Any = 0, **kwargs: Any) -> torch.Tensor:
         with _disable_current_modes():
             marker = torch.zeros(1, 1, 1, 1)
-            self.masks[id(marker)] = classify_mask(mask_function, self.max_context)
+            try:
+                self.masks[id(marker)] = classify_mask(mask_function, self.max_context)
+            except GraphUnsupported as unsupported:  # matters only where a layer uses this mask
+                self.masks[id(marker)] = unsupported
             self._alive.append(marker)
             return marker
 
@@ -349,14 +390,15 @@ class ForwardNames:
 @contextmanager
 def _registered(capture: Capture) -> Iterator[None]:
     """The hooks under `NAME` in Transformers' tables, for the time of a recording."""
+    # Masks are made only for names in the class-wide table.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, capture.mask)
     ALL_EXPERTS_FUNCTIONS[NAME] = capture.experts
     ALL_ATTENTION_FUNCTIONS[NAME] = capture.attention
-    ALL_MASK_ATTENTION_FUNCTIONS[NAME] = capture.mask
     try:
         yield
     finally:
-        for table in (ALL_EXPERTS_FUNCTIONS, ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            del table[NAME]
+        del ALL_EXPERTS_FUNCTIONS[NAME], ALL_ATTENTION_FUNCTIONS[NAME]
+        type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping.pop(NAME, None)
 
 
 @contextmanager

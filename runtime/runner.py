@@ -158,12 +158,16 @@ class CachedRunner:
         """Fills the pool with the most popular experts ([L * E] counts), the least of them first, so that they go first."""
         most = np.argsort(popularity, kind="stable")[-self.residency.num_slots :].tolist()
         pending: list[_Load] = []
-        while most:
-            most = self._start(most, pending)
-            load = pending.pop(0)
-            self._finish(load)
-            for layer in {fetch.expert // self.num_experts for fetch in load.fetches}:
-                self.residency.release(layer)
+        try:
+            while most or pending:
+                most = self._start(most, pending)
+                load = pending.pop(0)
+                self._finish(load)
+                for fetch in load.fetches:
+                    self.residency.release(fetch.expert // self.num_experts, [fetch.expert])
+        except BaseException:
+            self._abandon(pending)
+            raise
 
     def _with_misses(
         self,

@@ -201,7 +201,7 @@ def main(
 
     router = RouterLoss(model, rows)
     offset = record["cpu_minutes"] - time.process_time() / 60  # set-up is not training time
-    totals = np.zeros(3)  # loss, balance, switching since the last line
+    totals, summed = np.zeros(3), 0  # loss, balance, switching of the steps since the last line
     model.train()
     while record["cpu_minutes"] < minutes:
         for group in optimizer.param_groups:
@@ -220,9 +220,10 @@ def main(
         record["tokens"] += rows * length
         record["cpu_minutes"] = offset + time.process_time() / 60
         totals += [loss.item(), balance.item(), switching.item()]
+        summed += 1
         if record["step"] % 50 == 0:
-            mean = totals / 50
-            totals[:] = 0
+            mean = (totals / summed).tolist()  # Python's own numbers: a state file may hold no others
+            totals[:], summed = 0, 0
             record["curve"].append([record["step"], round(record["cpu_minutes"], 2), round(mean[0], 4)])
             click.echo(
                 f"step {record['step']} cpu_min {record['cpu_minutes']:.2f} tokens {record['tokens']:,} "

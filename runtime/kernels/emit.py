@@ -22,6 +22,7 @@ F32, BF16, F16 = 0, 1, 2  # codes of element types, as in the kernels' arguments
 ITEM_BYTES = {F32: 4, BF16: 2, F16: 2}
 BLOCK = 32  # columns (or rows of a result) handled together
 LANES = 16
+PREFETCH_BYTES = 1024  # how far ahead weights are asked for, at least: a page's first lines are new to the processor
 
 i1, i8, i16, i32, i64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 f32, f16 = ir.FloatType(), ir.HalfType()
@@ -58,6 +59,14 @@ def load(b: ir.IRBuilder, address: ir.Value, of: ir.Type, offset: int = 0) -> ir
 def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value, offset: int = 0) -> None:
     """An unaligned store to `address + offset` bytes."""
     b.store(value, at(b, b.add(address, i64(offset)) if offset else address, value.type), align=1)
+
+
+def prefetch(b: ir.IRBuilder, address: ir.Value, offset: int = 0) -> None:
+    """Ask for the cache line at `address + offset`; harmless wherever that is."""
+    name = "llvm.prefetch.p0i8"
+    kind = ir.FunctionType(void, [i8.as_pointer(), i32, i32, i32])
+    intrinsic = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+    b.call(intrinsic, (at(b, b.add(address, i64(offset)) if offset else address, i8), i32(0), i32(3), i32(1)))
 
 
 def loop(
@@ -199,6 +208,8 @@ def dot_body(kind: int, rows: int, tokens: int) -> Callable[..., None]:
     def body(b: ir.IRBuilder, w: ir.Value, row_stride: ir.Value, x: ir.Value, cols: ir.Value, out: ir.Value,
              token_stride: ir.Value) -> None:  # fmt: skip
         w_rows = [b.add(w, b.mul(row_stride, i64(r))) if r else w for r in range(rows)]
+        ahead = b.mul(row_stride, i64(rows))
+        ahead = b.select(b.icmp_signed("<", ahead, i64(PREFETCH_BYTES)), i64(PREFETCH_BYTES), ahead)
         x_rows = [load(b, x, i64, 8 * t) for t in range(tokens)]
 
         def add_block(w_at: list[ir.Value], x_offset: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
@@ -213,6 +224,10 @@ def dot_body(kind: int, rows: int, tokens: int) -> Callable[..., None]:
 
         def full_block(index: ir.Value, sums: list[ir.Value]) -> list[ir.Value]:
             offset = b.mul(index, i64(BLOCK * ITEM_BYTES[kind]))
+            if PREFETCH_BYTES:
+                for row in w_rows:
+                    for line in range(BLOCK * ITEM_BYTES[kind] // 64):
+                        prefetch(b, b.add(row, b.add(offset, ahead)), 64 * line)
             return add_block([b.add(row, offset) for row in w_rows], b.mul(index, i64(BLOCK * 4)), sums)
 
         blocks = b.sdiv(cols, i64(BLOCK))

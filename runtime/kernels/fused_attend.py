@@ -6,15 +6,13 @@ Everything inside is float32; each head is computed by one thread, so the number
 
 import math
 
-from numba import njit
-
 from seqmoe.runtime.kernels import fused_isa as isa
 from seqmoe.runtime.kernels.fused_dense import dot_row
-from seqmoe.runtime.kernels.fused_math import exp_f32, f32, f64_from_bits, load_bf16, load_f32, store_f32
-from seqmoe.runtime.kernels.fused_ops import BF16, OPTIONS, field, load_one, store_row
+from seqmoe.runtime.kernels.fused_math import exp_f32, f32, f64_from_bits, kernel, load_bf16, load_f32, store_f32
+from seqmoe.runtime.kernels.fused_ops import BF16, field, load_one, store_row
 
 
-@njit(**OPTIONS)
+@kernel()
 def first_seen(run: int, sequence: int, end: int, window: int, chunk: int) -> int:
     """First position that a sequence's newest token sees: after its left padding, within its window or chunk."""
     start = field(run, isa.RUN_PADDING + sequence)
@@ -25,7 +23,7 @@ def first_seen(run: int, sequence: int, end: int, window: int, chunk: int) -> in
     return start
 
 
-@njit(**OPTIONS)
+@kernel()
 def add_scaled(total: int, scale: float, vector: int, dtype: int, n: int) -> None:
     """total += scale * vector."""
     if dtype == BF16:
@@ -36,7 +34,63 @@ def add_scaled(total: int, scale: float, vector: int, dtype: int, n: int) -> Non
             store_f32(total, x, load_f32(total, x) + scale * load_f32(vector, x))
 
 
-@njit(**OPTIONS)
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def dot_rows(x: int, rows: int, dtype: int, width: int, n: int, out: int) -> None:
+    """out[t] = x . rows[t], for n rows of `width`, four at a time."""
+    size = 2 if dtype == BF16 else 4
+    t = 0
+    while t + 4 <= n:
+        r0 = rows + t * width * size
+        r1, r2, r3 = r0 + width * size, r0 + 2 * width * size, r0 + 3 * width * size
+        a, b, c, d = f32(0.0), f32(0.0), f32(0.0), f32(0.0)
+        if dtype == BF16:
+            for i in range(width):
+                v = load_f32(x, i)
+                a += v * load_bf16(r0, i)
+                b += v * load_bf16(r1, i)
+                c += v * load_bf16(r2, i)
+                d += v * load_bf16(r3, i)
+        else:
+            for i in range(width):
+                v = load_f32(x, i)
+                a += v * load_f32(r0, i)
+                b += v * load_f32(r1, i)
+                c += v * load_f32(r2, i)
+                d += v * load_f32(r3, i)
+        store_f32(out, t, a)
+        store_f32(out, t + 1, b)
+        store_f32(out, t + 2, c)
+        store_f32(out, t + 3, d)
+        t += 4
+    while t < n:
+        store_f32(out, t, dot_row(x, rows + t * width * size, dtype, width))
+        t += 1
+
+
+@kernel("void(int64, int64, int64, int64, int64, int64)")
+def add_rows(total: int, weights: int, rows: int, dtype: int, width: int, n: int) -> None:
+    """total += sum over t of weights[t] * rows[t], four rows at a time."""
+    size = 2 if dtype == BF16 else 4
+    t = 0
+    while t + 4 <= n:
+        r0 = rows + t * width * size
+        r1, r2, r3 = r0 + width * size, r0 + 2 * width * size, r0 + 3 * width * size
+        a, b, c, d = load_f32(weights, t), load_f32(weights, t + 1), load_f32(weights, t + 2), load_f32(weights, t + 3)
+        if dtype == BF16:
+            for x in range(width):
+                v = a * load_bf16(r0, x) + b * load_bf16(r1, x) + (c * load_bf16(r2, x) + d * load_bf16(r3, x))
+                store_f32(total, x, load_f32(total, x) + v)
+        else:
+            for x in range(width):
+                v = a * load_f32(r0, x) + b * load_f32(r1, x) + (c * load_f32(r2, x) + d * load_f32(r3, x))
+                store_f32(total, x, load_f32(total, x) + v)
+        t += 4
+    while t < n:
+        add_scaled(total, load_f32(weights, t), rows + t * width * size, dtype, width)
+        t += 1
+
+
+@kernel()
 def exponentials(scores: int, n: int, top: float) -> float:
     """scores = exp(scores - top); gives their sum."""
     total = f32(0.0)
@@ -47,7 +101,7 @@ def exponentials(scores: int, n: int, top: float) -> float:
     return total
 
 
-@njit(**OPTIONS)
+@kernel()
 def attend_heads(row: int, run: int, pair: int, room: int) -> None:
     """All query heads of one (sequence, key head). IN0 [b, heads, dk], OUT [b, heads, dv]; `room`: n + dk + dv float32.
 
@@ -73,13 +127,13 @@ def attend_heads(row: int, run: int, pair: int, room: int) -> None:
         for x in range(dk):
             q = load_one(field(row, isa.IN0), field(row, isa.IN0 + 1), at + x * field(row, isa.IN0 + 5))
             store_f32(query, x, q * scale)
+        dot_rows(query, keys, kv_type, dk, n, scores)
+        if softcap > f32(0.0):
+            for t in range(n):
+                store_f32(scores, t, f32(math.tanh(float(load_f32(scores, t) / softcap))) * softcap)
         top = f32(-math.inf)
         for t in range(n):
-            s = dot_row(query, keys + t * dk * size, kv_type, dk)
-            if softcap > f32(0.0):
-                s = f32(math.tanh(float(s / softcap))) * softcap
-            store_f32(scores, t, s)
-            top = max(top, s)
+            top = max(top, load_f32(scores, t))
         weight = f32(0.0)
         if sinks != 0:
             sink = load_one(sinks, sinks_dtype, h)
@@ -88,15 +142,14 @@ def attend_heads(row: int, run: int, pair: int, room: int) -> None:
         weight += exponentials(scores, n, top)
         for x in range(dv):
             store_f32(total, x, f32(0.0))
-        for t in range(n):
-            add_scaled(total, load_f32(scores, t), values + t * dv * size, kv_type, dv)
+        add_rows(total, scores, values, kv_type, dv, n)
         for x in range(dv):
             store_f32(total, x, load_f32(total, x) / weight)
         out = i * field(row, isa.OUT + 2) + h * field(row, isa.OUT + 3)
         store_row(field(row, isa.OUT), field(row, isa.OUT + 1), out, field(row, isa.OUT + 5), dv, total)
 
 
-@njit(**OPTIONS)
+@kernel()
 def attend_latent_head(row: int, run: int, pair: int, room: int) -> None:
     """One (sequence, head) over cached latents (IN1 [b, n, rank]) and rotated keys (IN2 [b, n, rope]).
 
@@ -130,15 +183,16 @@ def attend_latent_head(row: int, run: int, pair: int, room: int) -> None:
         store_f32(total, x, f32(0.0))
     for x in range(nope):
         add_scaled(moved, load_f32(query, x), w + x * w_stride, w_type, rank)
+    dot_rows(moved, latents, kv_type, rank, n, scores)
     top = f32(-math.inf)
     for t in range(n):
-        s = dot_row(moved, latents + t * rank * size, kv_type, rank)
-        s += dot_row(query + nope * 4, rotated + t * rope * size, kv_type, rope)
+        s = load_f32(scores, t) + dot_row(query + nope * 4, rotated + t * rope * size, kv_type, rope)
         store_f32(scores, t, s)
         top = max(top, s)
     weight = exponentials(scores, n, top)
-    for t in range(n):
-        add_scaled(total, load_f32(scores, t) / weight, latents + t * rank * size, kv_type, rank)
+    add_rows(total, scores, latents, kv_type, rank, n)
+    for x in range(rank):
+        store_f32(total, x, load_f32(total, x) / weight)
     for x in range(dv):
         store_f32(out_row, x, dot_row(total, w + (nope + x) * w_stride, w_type, rank))
     out = i * field(row, isa.OUT + 2) + h * field(row, isa.OUT + 3)

@@ -3,14 +3,12 @@
 Sums are float32 in a fixed order that does not depend on the number of threads; results are rounded once.
 """
 
-from numba import njit
-
 from seqmoe.runtime.kernels import fused_isa as isa
-from seqmoe.runtime.kernels.fused_math import f32, f64_from_bits, load_bf16, load_f32, sqrt_f32, store_f32
-from seqmoe.runtime.kernels.fused_ops import BF16, F32, OPTIONS, field, load_one, load_row, store_one, store_row
+from seqmoe.runtime.kernels.fused_math import f32, f64_from_bits, kernel, load_bf16, load_f32, sqrt_f32, store_f32
+from seqmoe.runtime.kernels.fused_ops import BF16, F32, field, load_one, load_row, store_one, store_row
 
 
-@njit(**OPTIONS)
+@kernel()
 def dot_row(x: int, w: int, dtype: int, n: int) -> float:
     """Dot product of n float32 at x with a row of weights."""
     total = f32(0.0)
@@ -23,7 +21,7 @@ def dot_row(x: int, w: int, dtype: int, n: int) -> float:
     return total
 
 
-@njit(**OPTIONS)
+@kernel()
 def linear_rows(row: int, x: int, first: int, last: int) -> None:
     """Output columns first..last-1 of a linear layer, all m rows; x is float32 [m, k], contiguous."""
     m, k = field(row, isa.SIZES), field(row, isa.SIZES + 2)
@@ -39,7 +37,7 @@ def linear_rows(row: int, x: int, first: int, last: int) -> None:
             store_one(out, out_dtype, i * out_stride + n, dot_row(x + i * k * 4, w + n * w_stride, w_dtype, k) + add)
 
 
-@njit(**OPTIONS)
+@kernel()
 def linear_input(row: int, scratch: int) -> int:
     """in0 [m, k] as contiguous float32: itself where it is that already, else in `scratch`."""
     m, k = field(row, isa.SIZES), field(row, isa.SIZES + 2)
@@ -55,7 +53,7 @@ def linear_input(row: int, scratch: int) -> int:
     return scratch
 
 
-@njit(**OPTIONS)
+@kernel()
 def matmul(row: int) -> None:
     """out[b, m, n] = imm0 * sum_k in0[b, m, k] in1[b, k, n] + imm1 * in2; sizes: 3 batch; AUX m, n, k, then strides.
 
@@ -92,7 +90,7 @@ def matmul(row: int) -> None:
                         store_one(field(row, isa.OUT), field(row, isa.OUT + 1), out + i * out_m + j * out_n, total)
 
 
-@njit(**OPTIONS)
+@kernel()
 def conv(row: int) -> None:
     """Depthwise conv1d: out[b, c, t] = sum_j in0[b, c, t + j] in1[c, j] + in2[c]; sizes 1, b, c, t; AUX kernel size."""
     taps = field(row, isa.AUX)
@@ -113,7 +111,7 @@ def conv(row: int) -> None:
                 store_one(field(row, isa.OUT), field(row, isa.OUT + 1), out, total)
 
 
-@njit(**OPTIONS)
+@kernel()
 def norm(row: int, scratch: int) -> None:
     """RMS norm, or layer norm where AUX is 1, of rows (the last of four dimensions), as eager PyTorch rounds it.
 
@@ -156,7 +154,7 @@ def norm(row: int, scratch: int) -> None:
                 store_row(field(row, isa.OUT), field(row, isa.OUT + 1), out, field(row, isa.OUT + 5), n, to)
 
 
-@njit(**OPTIONS)
+@kernel()
 def append(row: int, position: int, scratch: int) -> None:
     """Writes this step's keys (IN0) and values (IN1), [b, heads, dim], at `position` of the layer's cache.
 

@@ -4,15 +4,50 @@ bfloat16 has no numba type: it travels as 16 bits, is widened to float32 by a sh
 Every function here is an LLVM intrinsic of one to five instructions, so loops over them vectorise.
 """
 
+import functools
+import hashlib
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
+
 _I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
+
+
+@functools.cache
+def sources() -> str:
+    """Digest of all of the decode machine's kernels."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("fused_*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def stamped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under a name that changes with any kernel's source.
+
+    Numba's disk cache looks at the file that a function stands in and not at those of the functions it calls: without
+    this, a change in one file would leave old machine code in use for another's.
+    """
+    if not function.__qualname__.endswith(sources()):
+        function.__qualname__ = f"{function.__qualname__}_{sources()}"
+    return function
+
+
+def kernel(*signature: str) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit` with the machine's options; with a signature it is compiled, or loaded, at once."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        return njit(*signature, **OPTIONS)(stamped(function))
+
+    return decorate
 
 
 def _pointer(builder: Any, address: Any, index: Any, kind: Any) -> Any:

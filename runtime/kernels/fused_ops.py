@@ -6,14 +6,13 @@ points at which eager PyTorch rounds too. `scratch` is room for 4 * CHUNK * 8 by
 
 import math
 
-from numba import njit
-
 from seqmoe.runtime.kernels import fused_isa as isa
 from seqmoe.runtime.kernels.fused_math import (
     exp_f32,
     f32,
     f64_from_bits,
     floor_f32,
+    kernel,
     load_bf16,
     load_f32,
     load_i32,
@@ -29,13 +28,12 @@ from seqmoe.runtime.kernels.fused_math import (
 
 CHUNK = 1024
 F32, BF16, I64, U8, I32, IMMEDIATE = isa.F32, isa.BF16, isa.I64, isa.U8, isa.I32, isa.IMMEDIATE
-OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy", "fastmath": {"contract", "reassoc", "nsz"}}
 
 
 field = load_i64  # field(row, column) of the instruction at address `row`
 
 
-@njit(**OPTIONS)
+@kernel()
 def load_one(address: int, dtype: int, index: int) -> float:
     """One element as float32."""
     if dtype == F32:
@@ -51,7 +49,7 @@ def load_one(address: int, dtype: int, index: int) -> float:
     return f32(f64_from_bits(address))
 
 
-@njit(**OPTIONS)
+@kernel()
 def store_one(address: int, dtype: int, index: int, value: float) -> None:
     if dtype == F32:
         store_f32(address, index, value)
@@ -65,7 +63,7 @@ def store_one(address: int, dtype: int, index: int, value: float) -> None:
         store_i32(address, index, int(value))
 
 
-@njit("int64(int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel("int64(int64, int64, int64, int64, int64, int64)")
 def load_row(address: int, dtype: int, start: int, stride: int, n: int, into: int) -> int:
     """Address of n float32: the operand itself where it is such a row already, else `into`, filled."""
     if dtype == F32 and stride == 1:
@@ -92,7 +90,7 @@ def load_row(address: int, dtype: int, start: int, stride: int, n: int, into: in
     return into
 
 
-@njit("void(int64, int64, int64, int64, int64, int64)", **OPTIONS)
+@kernel("void(int64, int64, int64, int64, int64, int64)")
 def store_row(address: int, dtype: int, start: int, stride: int, n: int, row: int) -> None:
     """Rounds n float32 at `row` into the output."""
     if dtype == BF16:
@@ -114,7 +112,7 @@ def store_row(address: int, dtype: int, start: int, stride: int, n: int, row: in
             store_one(address, dtype, start + i * stride, load_f32(row, i))
 
 
-@njit(**OPTIONS)
+@kernel()
 def unary_row(fn: int, a: int, o: int, n: int, imm0: float, imm1: float) -> None:
     if fn == isa.E_NEG:
         for i in range(n):
@@ -176,7 +174,7 @@ def unary_row(fn: int, a: int, o: int, n: int, imm0: float, imm1: float) -> None
             store_f32(o, i, f32(y))
 
 
-@njit(**OPTIONS)
+@kernel()
 def binary_row(fn: int, a: int, b: int, o: int, n: int) -> None:
     if fn == isa.E_ADD:
         for i in range(n):
@@ -227,7 +225,7 @@ def binary_row(fn: int, a: int, b: int, o: int, n: int) -> None:
             store_f32(o, i, r)
 
 
-@njit(**OPTIONS)
+@kernel()
 def elementwise(row: int, source: int, scratch: int) -> None:
     """out = fn(in0, in1, in2) over up to four dimensions, any strides, any mix of element types."""
     fn = field(row, isa.FN)
@@ -292,7 +290,7 @@ def elementwise(row: int, source: int, scratch: int) -> None:
                     done += m
 
 
-@njit(**OPTIONS)
+@kernel()
 def load_int(address: int, dtype: int, index: int) -> int:
     if dtype == I64:
         return load_i64(address, index)
@@ -303,7 +301,7 @@ def load_int(address: int, dtype: int, index: int) -> int:
     return int(f64_from_bits(address))
 
 
-@njit(**OPTIONS)
+@kernel()
 def elementwise_int(row: int) -> None:
     """As `elementwise`, on integers and booleans, exactly; rows are short, so no vectors."""
     fn = field(row, isa.FN)
@@ -386,7 +384,7 @@ def elementwise_int(row: int) -> None:
                         store_u8(field(row, isa.OUT), out, 1 if r != 0 else 0)
 
 
-@njit(**OPTIONS)
+@kernel()
 def reduce(row: int, scratch: int) -> None:
     """out[outer] = fn over up to three reduced dimensions (AUX: 3 sizes, 3 strides of in0), float32 sums."""
     fn = field(row, isa.FN)

@@ -2,14 +2,11 @@
 
 import math
 
-from numba import njit
-
 from seqmoe.runtime.kernels import fused_isa as isa
-from seqmoe.runtime.kernels.fused_math import exp_f32, f32, load_f32, load_i64, store_f32, store_i64
+from seqmoe.runtime.kernels.fused_math import exp_f32, f32, kernel, load_f32, load_i64, store_f32, store_i64
 from seqmoe.runtime.kernels.fused_ops import (
     CHUNK,
     I64,
-    OPTIONS,
     field,
     load_int,
     load_one,
@@ -19,7 +16,7 @@ from seqmoe.runtime.kernels.fused_ops import (
 )
 
 
-@njit(**OPTIONS)
+@kernel()
 def softmax(row: int, scratch: int) -> None:
     """Softmax of rows (the last of the four dimensions), in float32. `scratch` holds a row."""
     n = field(row, isa.SIZES + 3)
@@ -42,7 +39,7 @@ def softmax(row: int, scratch: int) -> None:
                 store_row(field(row, isa.OUT), field(row, isa.OUT + 1), out, field(row, isa.OUT + 5), n, scratch)
 
 
-@njit(**OPTIONS)
+@kernel()
 def topk(row: int, scratch: int) -> None:
     """The k largest of each row, in falling order, the lower index first among equals; values to OUT, indices to IN1."""
     n, count = field(row, isa.SIZES + 3), field(row, isa.AUX)
@@ -75,7 +72,7 @@ def topk(row: int, scratch: int) -> None:
                     store_f32(scratch, best, f32(-math.inf))
 
 
-@njit(**OPTIONS)
+@kernel()
 def taken(row: int, to: int, count: int, index: int) -> bool:
     found = False
     for y in range(count):
@@ -83,7 +80,7 @@ def taken(row: int, to: int, count: int, index: int) -> bool:
     return found
 
 
-@njit(**OPTIONS)
+@kernel()
 def rows(row: int, scratch: int) -> None:
     """out[i] = table[index[i]] for SIZES[3] indices: IN0 the table (AUX: row stride, columns), IN1 the indices."""
     columns = field(row, isa.AUX + 1)
@@ -97,7 +94,7 @@ def rows(row: int, scratch: int) -> None:
             done += m
 
 
-@njit(**OPTIONS)
+@kernel()
 def gather(row: int) -> None:
     """torch.gather (out = in0 picked by in1) or scatter (out picked by in1 = in2); AUX is the picked dimension's stride.
 
@@ -142,7 +139,7 @@ def gather(row: int) -> None:
                         )
 
 
-@njit(**OPTIONS)
+@kernel()
 def cumsum(row: int) -> None:
     """Running sum along the last of the four dimensions."""
     for i in range(field(row, isa.SIZES)):

@@ -10,13 +10,22 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba import cfunc, njit, types
+from numba import cfunc, types
 
 from seqmoe.runtime.kernels import fused_isa as isa
 from seqmoe.runtime.kernels.fused_attend import attend_heads, attend_latent_head
 from seqmoe.runtime.kernels.fused_dense import append, conv, linear_input, linear_rows, matmul, norm
-from seqmoe.runtime.kernels.fused_math import call_one, call_parallel, call_two, store_i64, take
-from seqmoe.runtime.kernels.fused_ops import OPTIONS, elementwise, elementwise_int, field, reduce
+from seqmoe.runtime.kernels.fused_math import (
+    OPTIONS,
+    call_one,
+    call_parallel,
+    call_two,
+    kernel,
+    stamped,
+    store_i64,
+    take,
+)
+from seqmoe.runtime.kernels.fused_ops import elementwise, elementwise_int, field, reduce
 from seqmoe.runtime.kernels.fused_rows import cumsum, gather, rows, softmax, topk
 
 TILE = 32  # rows of a weight matrix that a thread takes at a time
@@ -31,7 +40,7 @@ _OPERATION = types.void(types.int64, types.int64)
 _WORK = types.void(types.int64)
 
 
-@njit(types.void(types.int64, types.int64, types.int64, types.int64, types.int64, types.boolean), **OPTIONS)
+@kernel("void(int64, int64, int64, int64, int64, boolean)")
 def share(row: int, run: int, x: int, pieces: int, tile: int, worth: bool) -> None:
     """All pieces of an instruction, on several threads where that is `worth` it."""
     threads = field(run, isa.RUN_THREADS)
@@ -50,7 +59,7 @@ def share(row: int, run: int, x: int, pieces: int, tile: int, worth: bool) -> No
         call_one(work, job)
 
 
-@njit(types.int64(types.int64), **OPTIONS)
+@kernel("int64(int64)")
 def thread_room(job: int) -> int:
     """Memory of the calling thread alone."""
     run = field(job, J_RUN)
@@ -167,16 +176,16 @@ _WORKS: dict[int, Callable[..., None]] = {
 @functools.cache
 def operation(op: int) -> Any:
     """The compiled function of an operation (kept for ever, since programs hold its address)."""
-    return cfunc(_OPERATION, **OPTIONS)(_OPERATIONS[op])
+    return cfunc(_OPERATION, **OPTIONS)(stamped(_OPERATIONS[op]))
 
 
 @functools.cache
 def work_of(op: int) -> Any:
     """The compiled function that an operation's threads run, or None."""
-    return cfunc(_WORK, **OPTIONS)(_WORKS[op]) if op in _WORKS else None
+    return cfunc(_WORK, **OPTIONS)(stamped(_WORKS[op])) if op in _WORKS else None
 
 
-@njit(types.void(types.int64, types.int64, types.int64, types.int64), **OPTIONS)
+@kernel("void(int64, int64, int64, int64)")
 def run_program(program: int, first: int, last: int, run: int) -> None:
     """Executes instructions first..last-1 of the program at an address; `run`: address of this step's numbers."""
     table = field(run, isa.RUN_TABLE)

@@ -2,6 +2,7 @@
 left-padded batch, past sliding windows; in bfloat16 logits within the spread of Transformers' own implementations.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ NEW_TOKENS = 64
 CAPTURED = [name for name in FAMILIES if name != "deepseek_v4"]
 # Small windows and other settings, so that 64 tokens meet them.
 CHANGES: dict[str, dict[str, Any]] = {"gpt_oss": {"sliding_window": 16}, "mixtral": {"sliding_window": 24}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operations on two threads wait for each other, on a busy machine for milliseconds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def real_experts(graph: DecodeGraph) -> Any:
@@ -65,15 +75,15 @@ def both(model: Any, prompts: list[list[int]], count: int) -> tuple[Any, Any, to
     graph.experts_call = real_experts(graph)
     cache, logits = prefill(model, ids, mask)
     graph.load_cache(cache, mask)
-    got, got_logits = decode(graph, logits, count, follow=want)
+    _, got_logits = decode(graph, logits, count, follow=want)
     return got_logits.argmax(-1).T, want[:, 1:], got_logits, want_logits
 
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_float32_greedy_tokens_are_the_models_own(name: str) -> None:
     model = make_model(FAMILIES[name], **CHANGES.get(name, {}))
-    for prompts in ([PROMPTS[0]], PROMPTS):
-        got, want, got_logits, want_logits = both(model, prompts, NEW_TOKENS)
+    for prompts, count in (([PROMPTS[0]], 24), (PROMPTS, NEW_TOKENS)):
+        got, want, got_logits, want_logits = both(model, prompts, count)
         assert torch.equal(got, want)
         torch.testing.assert_close(got_logits, want_logits, rtol=0, atol=2e-3 * float(want_logits.std()))
 
@@ -81,7 +91,7 @@ def test_float32_greedy_tokens_are_the_models_own(name: str) -> None:
 @pytest.mark.parametrize("name", CAPTURED)
 def test_bfloat16_logits_are_as_close_as_transformers_own_implementations(name: str) -> None:
     model = make_model(FAMILIES[name], dtype=torch.bfloat16, **CHANGES.get(name, {}))
-    _, _, got, want = both(model, [PROMPTS[1]], 24)
+    _, _, got, want = both(model, [PROMPTS[1]], 12)
     spread = (got - want).square().mean(dim=(1, 2)).sqrt() / want.std()
     assert float(spread.median()) < 0.1, spread
 

