@@ -37,7 +37,8 @@ VERDICT_RUNS = 7.5
 FULL_RUNS = 20  # with everything in memory it is measured only where there is time for this many runs
 LONGEST_RUN_S = 900.0  # nobody waits longer for one short run of the default
 RUNS_WANTED = 24  # runs that the time should suffice for; it decides how many tokens one run decodes
-MIN_TOKENS, MAX_TOKENS, WARMUP_TOKENS, CALIBRATION_TOKENS = 16, 128, 8, 16
+LEAST_DECODE_SHARE = 0.3
+MIN_TOKENS, MAX_TOKENS, WARMUP_TOKENS, CALIBRATION_TOKENS = 16, 512, 16, 32
 CLEAR_GAIN = 0.02  # below it an interrupted search's best is not worth more trust than the default
 FULL_SHARE_OF_RAM = 0.6  # everything in memory is measured only where it takes less than this of what is free
 
@@ -288,11 +289,13 @@ class Tuning:
             self.events.note(f"all experts in memory could not be measured: {outcome.message}")
 
     def _tokens(self, first: Measurement, workload: Workload) -> int:
-        """Tokens a prompt, so that the time there is suffices for RUNS_WANTED runs."""
+        """Tokens a prompt, so that the time there is suffices for RUNS_WANTED runs, if starting them leaves any."""
         decode_s = first.steps * first.seconds_per_token
         fixed_s = max(0.0, first.elapsed_s - decode_s)
         run_s = (self.request.budget_s - self.elapsed_s()) / RUNS_WANTED
-        tokens = int((run_s - fixed_s) / (first.seconds_per_token * len(workload.prompts)))
+        # Starting a process takes seconds: decoding for less than a third of that would measure little for much.
+        decode_s = max(run_s - fixed_s, fixed_s * LEAST_DECODE_SHARE)
+        tokens = int(decode_s / (first.seconds_per_token * len(workload.prompts)))
         return max(min(MIN_TOKENS, workload.context // 4), min(MAX_TOKENS, workload.context // 2, tokens))
 
     def _judge(self, search: Search, workload: Workload) -> Verdict:

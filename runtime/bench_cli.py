@@ -141,7 +141,7 @@ def read_prompts(path: Path) -> list[str]:
 def bench_table(result: BenchResult) -> Table:
     """One row an arm: medians, and the extremes where there are several repeats."""
     best = max((arm.spread(FIGURES["decode_tokens_per_s"]).median for arm in result.arms if arm.runs), default=0.0)
-    caption = f"medians of {result.repeats}, [least - most]; MiB/token: experts loaded while decoding"
+    caption = f"medians of {result.repeats}, \\[least - most]; MiB/token: experts loaded while decoding"
     table = Table(title=f"{Path(result.job['model']).name}, link {result.job['link']}", caption=caption)
     for name in (
         "mode",

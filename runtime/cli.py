@@ -52,16 +52,19 @@ def main(
     """Start a model from a deployment profile, as it was tuned, and answer a prompt."""
     if bench and prompt is not None:
         raise UsageError("--bench runs its own prompts: leave out --prompt")
+    if as_json and prompt is None and not bench:
+        raise UsageError("--json needs --prompt or --bench: a chat has no single result")
     profile = read_profile(profile_path)
-    for check in compare_machine(profile, machine_spec(profile_path.parent)):
+    folder = _model_folder(profile, profile_path, model)
+
+    from seqmoe.runtime.checkpoint import Checkpoint  # imports torch: not before the profile is known to be good
+    from seqmoe.runtime.engine import Engine
+
+    check_model(profile, Checkpoint.open(folder).spec(slot_bytes=0))
+    for check in compare_machine(profile, machine_spec(Path(folder))):
         if check.verdict != "optimal":
             _note(f"{check.verdict}: {check.message}")
-
-    from seqmoe.runtime.engine import Engine  # imports torch: not before the profile is known to be good
-
-    folder = _model_folder(profile, profile_path, model)
     with _open(Engine, profile, folder) as engine:
-        check_model(profile, engine.spec)
         if verify:
             from seqmoe.runtime.verify import verify_files
 

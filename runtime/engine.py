@@ -67,6 +67,7 @@ class Engine:
         store: Store,
         model: Any,
         context: int,
+        batch: int,
     ) -> None:
         """Use `Engine.open`."""
         self.checkpoint = checkpoint
@@ -77,6 +78,7 @@ class Engine:
         self.store = store
         self.model = model
         self.context = context
+        self.batch = batch
         self.totals = Totals()
         self.residency: Residency | None = None
         self.runner: ResidentRunner | CachedRunner
@@ -157,6 +159,7 @@ class Engine:
                 store=store,
                 model=skeleton,
                 context=context,
+                batch=batch,
             )
             computes = [
                 ExpertsCompute(checkpoint.layout, module, checkpoint.dtype, threads) for module in engine._modules
@@ -183,8 +186,10 @@ class Engine:
         budget = effective_budget(memory_bytes, memory_facts())
         if memory_bytes is not None and budget.budget_bytes < memory_bytes:
             log.warning("memory budget is %s", budget.explanation)
+        # A prompt cannot go through recurrent or sliding-window layers in pieces, see `generate`.
+        prefill = context if spec.state_bytes else min(context, PREFILL_CHUNK)
         return plan_memory(
-            budget.budget_bytes, spec, context, batch, knobs, rss_bytes(), prefill_tokens=min(context, PREFILL_CHUNK)
+            budget.budget_bytes, spec, context, batch, knobs, rss_bytes(), prefill_tokens=prefill
         )
 
     def _start_cached(
@@ -276,6 +281,10 @@ class Engine:
             raise UsageError("the engine is at work on another request: one at a time")
         if max_new_tokens < 1:
             raise UsageError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if len(prompts) > self.batch:
+            raise UsageError(
+                f"{len(prompts)} prompts at once, but memory was planned for {self.batch}: open with batch={len(prompts)}"
+            )
         ids, mask = self.encode(prompts)
         if ids.shape[1] + max_new_tokens > self.context:
             raise UsageError(

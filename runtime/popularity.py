@@ -20,12 +20,20 @@ log = logging.getLogger("seqmoe")
 
 # Of the three kinds of text that people feed to models most: prose, a question with numbers, code.
 CALIBRATION = (
-    "The morning was cold and the road was long, but they had promised to be home before the first snow, and so they "
-    "walked on without a word.",
-    "Question: A shop sells 24 apples a day for 5 days and 36 apples on each of the two days after that. How many apples "
-    "does it sell in the whole week? Answer: In five days it sells 24 * 5 =",
-    "def mean(values):\n    total = 0\n    for value in values:\n        total += value\n    return total / len(values)\n\n\n"
-    "def variance(values):\n    center = mean(values)\n",
+    """The morning was cold and the road was long, but they had promised to be home before the first snow, and so they
+walked on without a word.""",
+    """Question: A shop sells 24 apples a day for 5 days and 36 apples on each of the two days after that. How many apples
+does it sell in the whole week? Answer: In five days it sells 24 * 5 =""",
+    """def mean(values):
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)
+
+
+def variance(values):
+    center = mean(values)
+""",
 )
 CALIBRATION_NEW_TOKENS = 48
 

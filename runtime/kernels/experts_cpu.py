@@ -173,15 +173,26 @@ class ExpertsJob:
         if self.compute.plan.post_norm:
             rows = torch.cat([self._pairs_of(expert) for expert in experts])
             y = self.args.y(self.pairs)
-            y[rows] = self.compute.module.post_expert_norm(y[rows])
+            y[rows] = self._post_norm(y[rows])
 
     def _down_after_gate(self, places: int, addresses: NDArray[np.int64], flags: int) -> None:
         """The module's own function on the up-projection's results, then the down-projection."""
-        plan, module = self.compute.plan, self.compute.module
+        plan = self.compute.plan
         projected = self.args.projected(places)
-        gated = (module._apply_gate(projected) if plan.gated else module.act_fn(projected)).contiguous()
+        # torch computes the last few elements of a tensor, and the ends of its threads' shares, by other instructions
+        # than the rest, with other last bits. Each row by itself is the same wherever its pair stands.
+        rows = [self._gate(row) for row in projected.split(1)]
+        gated = torch.cat(rows)
         assert gated.dtype == self.compute.dtype and gated.shape == (places, plan.intermediate_size)
         self.args.run(self, layer.DO_DOWN | layer.DO_DOWN_INPUT | flags, addresses, gated)
+
+    def _post_norm(self, rows: torch.Tensor) -> torch.Tensor:
+        module: Any = self.compute.module
+        return module.post_expert_norm(rows)
+
+    def _gate(self, projected: torch.Tensor) -> torch.Tensor:
+        module: Any = self.compute.module
+        return module._apply_gate(projected) if self.compute.plan.gated else module.act_fn(projected)
 
     def _pairs_of(self, expert: int) -> torch.Tensor:
         return torch.from_numpy(self.args.order[self.starts[expert] : self.starts[expert + 1]])
@@ -190,7 +201,7 @@ class ExpertsJob:
         rows = self._pairs_of(expert)
         result = self.compute.large.compute(self.hidden[rows // self.k], addresses[expert])
         if self.compute.plan.post_norm:
-            result = self.compute.module.post_expert_norm(result)
+            result = self._post_norm(result)
         self.args.y(self.pairs)[rows] = result
 
 
@@ -323,8 +334,9 @@ class _Args:
             at = interface["data"][0]
         if gated is not None:
             self.values[layer.A_GATED_ROWS] = gated.data_ptr()
+        values: Any = self.values  # numpy arrays are buffers, whatever their type hints say
         _CALL.pack_into(
-            self.values, 8 * layer.A_FLAGS, flags, job.tokens, job.hidden.data_ptr(), job.index.data_ptr(),
+            values, 8 * layer.A_FLAGS, flags, job.tokens, job.hidden.data_ptr(), job.index.data_ptr(),
             job.weights.data_ptr(), KINDS[job.weights.dtype], at, job.out.data_ptr(),
         )  # fmt: skip
         self._run(self._address)

@@ -1,6 +1,7 @@
 """One expert for many tokens (prefill): torch's matrix product on blocks of weights, converted as they are needed."""
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,8 @@ class LargeGroups:
         segments = [s for s in (plan.gate, plan.up) if s is not None]
         parts = [self._project(x, s, plan.hidden_size, addresses) for s in segments]
         up = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        h = self.module._apply_gate(up) if plan.gated else self.module.act_fn(up)
+        module: Any = self.module
+        h = module._apply_gate(up) if plan.gated else module.act_fn(up)
         return self._project(h, plan.down, plan.intermediate_size, addresses)
 
     def _project(self, x: torch.Tensor, segment: Segment, cols: int, addresses: NDArray[np.int64]) -> torch.Tensor:

@@ -16,7 +16,19 @@ from llvmlite import ir
 from seqmoe.runtime.kernels import native
 from seqmoe.runtime.kernels.emit import BF16, BLOCK, F32
 from seqmoe.runtime.kernels.native import (
-    call_2, call_3, call_4, call_5, call_6, call_int, call_parallel, call_void, get, get_short, put, put_short, put_word,
+    call_2,
+    call_3,
+    call_4,
+    call_5,
+    call_6,
+    call_int,
+    call_parallel,
+    call_void,
+    get,
+    get_short,
+    put,
+    put_short,
+    put_word,
     take,
 )  # fmt: skip
 

@@ -3,9 +3,9 @@
 Everything is decided here, once, when a model is opened; what the kernels cannot do is refused by name.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Sequence
+from typing import Any, Protocol
 
 import torch
 from transformers import activations
@@ -170,7 +170,8 @@ class _Planner:
 
     def activation(self, gated: bool) -> int | None:
         """The fused activation, or None where the module's own function is called."""
-        if gated and type(self.module)._apply_gate is not getattr(moe, "_default_apply_gate", None):
+        kind: Any = type(self.module)
+        if gated and kind._apply_gate is not getattr(moe, "_default_apply_gate", None):
             return None
         act = getattr(self.module, "act_fn", None)
         if isinstance(act, torch.nn.SiLU | activations.SiLUActivation) or act is torch.nn.functional.silu:

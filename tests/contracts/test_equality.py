@@ -11,15 +11,13 @@ import torch
 from support.families import FAMILIES, make_checkpoint
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from seqmoe.runtime.checkpoint import Checkpoint
 from seqmoe.runtime.engine import Engine
 
 PROMPTS = [[5, 17, 33, 2, 71], [90, 8, 8, 41, 3, 12, 64, 1, 77, 20], [44, 45]]
 NEW_TOKENS = 64
 # Layouts that differ on disk; "saved" is always one of them.
 CASES = [(name, layout) for name in FAMILIES for layout in ("saved", "hub")]
-# Transformers itself gives other tokens for a padded prompt than for the prompt alone in these families, so batches of
-# different lengths are compared with Transformers' own batch only.
-
 
 class Capture(LogitsProcessor):
     """Keeps a copy of each step's logits."""
@@ -123,17 +121,28 @@ def test_bfloat16_differs_from_eager_only_within_transformers_own_spread(folders
 
 
 def _spread(folder: Path, ids: list[int]) -> float:
-    """Largest difference between the last logits of Transformers' own implementations on the same tokens."""
+    """Largest difference between the last logits of Transformers' own implementations (of experts and of attention) on
+    the same tokens, in one go and with the last token fed by itself."""
     last = []
-    for implementation in ("eager", "batched_mm", "grouped_mm"):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", experts_implementation=implementation).eval()
-        with torch.inference_mode():
-            last.append(model(torch.tensor([ids])).logits[0, -1].float())
+    for experts in ("eager", "batched_mm", "grouped_mm"):
+        for attention in ("eager", "sdpa"):
+            try:
+                model = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype="auto", experts_implementation=experts, attn_implementation=attention
+                ).eval()
+            except ValueError:  # this family has only one of them
+                continue
+            with torch.inference_mode():
+                last.append(model(torch.tensor([ids])).logits[0, -1].float())
+                cache = model(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
+                last.append(model(torch.tensor([ids[-1:]]), past_key_values=cache).logits[0, -1].float())
     return max(float((a - b).abs().max()) for a in last for b in last)
 
 
-def _experts(folder: Path) -> int:
-    from seqmoe.runtime.checkpoint import Checkpoint
+def _top_k(folder: Path) -> int:
+    return Checkpoint.open(folder).facts.top_k
 
+
+def _experts(folder: Path) -> int:
     checkpoint = Checkpoint.open(folder)
     return checkpoint.num_layers * checkpoint.num_experts
