@@ -36,7 +36,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
     reads.set_ylabel("MiB of experts read per token")
     for axes in (speed, reads):
         axes.set_xlabel("residency (% of the experts in memory)")
-        axes.set_xlim(0, 105)
+        axes.set_xlim(-3, 105)
         axes.set_ylim(bottom=0)
     if modes:
         speed.legend(frameon=False)
