@@ -1,7 +1,7 @@
 """`seqmoe-tune`: measure this machine, find the settings that run a model fastest on it, prove it, write the profile."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -127,6 +127,8 @@ def tune_command(
         display.stage("probe", LINK_SECONDS + 10)
         probe_with = workers.probe or probe_model
         probe = probe_with(folder, str(link), Knobs(), link_seconds=0 if dry_run else LINK_SECONDS)
+        # Messages call the model what the user calls it.
+        probe = replace(probe, spec=replace(probe.spec, name=model_id(model)))
         most = probe.spec.max_context
         require(
             not (most and context) or (context or 0) <= most,

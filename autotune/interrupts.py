@@ -33,7 +33,10 @@ def shielded() -> Iterator[None]:
         yield
         return
     caught: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in SIGNALS}
+    heard = [
+        number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # nohup and `&` ignore some
+    before = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in heard}
     try:
         yield
     finally:

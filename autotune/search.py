@@ -28,6 +28,7 @@ DRIFT_EVERY = 5  # trials between two measurements of the default
 MAX_FAILURES = 3  # in a row, of a kind that is no lesson: then something is wrong with the machine or the model
 MAX_TRIALS = 200
 STARTUP_TRIALS = 6
+SUSPICIOUS = 2.0  # slower than the default by more than this: the default is measured again at once
 SLOWEST = 4.0  # a run that takes this many times the default's time is ended: it has lost
 
 
@@ -74,6 +75,7 @@ class Search:
         self.study.sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP_TRIALS)
         self.result = SearchResult()
         self._failures = 0
+        self._since = 0  # trials since the default was measured
         self._refresh()
 
     def run(
@@ -85,16 +87,15 @@ class Search:
             self.study.enqueue_trial(
                 self._params(self.space.default_params()), user_attrs={"origin": "default"}, skip_if_exists=True
             )
-        since = DRIFT_EVERY
+        self._since = DRIFT_EVERY
         while not self.result.defaults or (
             self.result.trials < max_trials and time.monotonic() + self.run_s() <= deadline
         ):
-            if since == DRIFT_EVERY:
+            if self._since >= DRIFT_EVERY:
                 self._measure_default(on_trial)
-                since = 0
             else:
                 self._one(on_trial)
-                since += 1
+                self._since += 1
         return self.result
 
     def confirm(self, top: int, seconds: float, on_trial: Callable[[TrialReport], None]) -> SearchResult:
@@ -117,7 +118,9 @@ class Search:
 
     def _measure_default(self, on_trial: Callable[[TrialReport], None]) -> None:
         """The default outside of the study's trials: the reference for those that follow."""
-        outcome = self.measure(self.space.default(), self.workload, self.timeout_s())
+        # Longer than a trial gets: a machine that has become slow is to be seen, not to end the search.
+        outcome = self.measure(self.space.default(), self.workload, 4 * self.timeout_s())
+        self._since = 0
         if isinstance(outcome, Failure):
             raise outcome.error()
         with shielded():
@@ -143,12 +146,17 @@ class Search:
             if outcome is None:
                 assert knobs is not None
                 outcome = self.measure(knobs, self.workload, self.timeout_s())
+            reference_s = self._default_s()
+            if self._is_slow(outcome, reference_s):
+                # Bad settings, or a machine that has something else to do now? The default tells.
+                self._measure_default(on_trial)
+                reference_s = self.result.defaults[-1].seconds_per_token
         except BaseException:
             with shielded():
                 _give_up(self.study, trial.number, trial.params)
             raise
         with shielded():
-            value = self._tell(trial, knobs, outcome, planned)
+            value = self._tell(trial, knobs, outcome, planned, reference_s)
             self._refresh()
         on_trial(TrialReport(trial.number, knobs, outcome, value, False))
         failed = isinstance(outcome, Failure) and outcome.kind == "error"
@@ -157,7 +165,7 @@ class Search:
             raise SeqmoeError(f"{MAX_FAILURES} trials in a row failed, the last one with: {outcome.message}")
 
     def _tell(
-        self, trial: optuna.Trial, knobs: Knobs | None, outcome: Measurement | Failure, planned: int
+        self, trial: optuna.Trial, knobs: Knobs | None, outcome: Measurement | Failure, planned: int, reference_s: float
     ) -> float | None:
         """Record an outcome. A run out of memory or of time is COMPLETE, with a violated constraint or a bad value: the sampler
         learns nothing from FAIL."""
@@ -168,10 +176,11 @@ class Search:
         if isinstance(outcome, Measurement):
             trial.set_user_attr("measurement", _summary(outcome))
             trial.set_constraint("memory_mib", (outcome.peak_rss_bytes - budget) / MIB)
-            value = math.log(outcome.seconds_per_token / self._default_s())
+            value = math.log(outcome.seconds_per_token / reference_s)
         else:
             trial.set_user_attr("failure", {"kind": outcome.kind, "message": outcome.message})
-            if outcome.kind == "error":
+            slow_machine = outcome.kind == "timeout" and self.result.defaults[-1].elapsed_s > outcome.elapsed_s / 2
+            if outcome.kind == "error" or slow_machine:
                 self.study.tell(trial, state=TrialState.FAIL)
                 return None
             over = max(1.0, (planned - budget) / MIB)
@@ -179,6 +188,12 @@ class Search:
             value = math.log(SLOWEST) if outcome.kind == "timeout" else 0.0
         self.study.tell(trial, value)
         return value
+
+    @staticmethod
+    def _is_slow(outcome: Measurement | Failure, default_s: float) -> bool:
+        if isinstance(outcome, Failure):
+            return outcome.kind == "timeout"
+        return outcome.seconds_per_token > SUSPICIOUS * default_s
 
     # -- what is known ----------------------------------------------------------------------------------------------------
 

@@ -121,6 +121,20 @@ def test_a_run_out_of_time_has_lost_and_is_no_error():
     assert any(t.value == pytest.approx(math.log(4.0)) for t in running.study.trials)
 
 
+def test_a_machine_that_becomes_slow_is_not_held_against_the_settings():
+    calls, steady = [], machine("flat")
+
+    def run(knobs, workload, timeout_s):
+        calls.append(knobs)
+        found = steady(knobs, workload, timeout_s)
+        slower = 20 if len(calls) > 5 else 1
+        return Measurement(**{**found.__dict__, "tokens_per_s": found.tokens_per_s / slower})
+
+    found = Search(SPACE, WORK, run, optuna.storages.InMemoryStorage(), "s-1", 0).run(60, quiet, max_trials=9)
+    assert found.trials == 9
+    assert all(abs(value) < 0.1 for value, _ in found.ranked)
+
+
 def test_three_errors_in_a_row_end_it():
     with pytest.raises(SeqmoeError, match="3 trials in a row failed, the last one with: the disk is gone"):
         search("broken").run(60, quiet, max_trials=30)
