@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from seqmoe.profiles.cliutil import Command
+from seqmoe.profiles.cliutil import INTERRUPTED, Command
 from seqmoe.profiles.errors import SeqmoeError, UsageError
 from seqmoe.runtime.bench import Spread, order
 from seqmoe.runtime.bench_cli import DEFAULT_PROMPTS, read_prompts
@@ -239,21 +239,23 @@ def measure(setup: Setup, arms: Sequence[Arm], repeats: int, console: Console) -
     """All arms in turns; the whole report."""
     runs: dict[Arm, list[dict[str, Any]]] = {arm: [] for arm in arms}
     errors: dict[Arm, str] = {}
-    for done, index in enumerate(order(len(arms), repeats), 1):
-        arm = arms[index]
-        if arm in errors:
-            continue
-        result = run_arm(setup, arm)
-        if error := job_error(result):
-            kills = result.get("out_of_memory_kills")
-            errors[arm] = error + (
-                f"; the kernel ended it at the limit, peak {result['peak_group_mib']:.0f} MiB" if kills else ""
-            )
-            console.print(f"[{done}/{len(arms) * repeats}] {arm.label}: {errors[arm]}", markup=False)
-        else:
-            runs[arm].append(result)
-            text = f"{result['decode_tokens_per_s']:.2f} tokens/s, {result['read_mib_per_token']:.1f} MiB/token"
+    interrupted = False
+    try:
+        for done, index in enumerate(order(len(arms), repeats), 1):
+            arm = arms[index]
+            if arm in errors:
+                continue
+            result = run_arm(setup, arm)
+            if error := job_error(result):
+                at_limit = f"; the kernel ended it at the limit, peak {result.get('peak_group_mib', 0):.0f} MiB"
+                errors[arm] = error + (at_limit if result.get("out_of_memory_kills") else "")
+                text = errors[arm]
+            else:
+                runs[arm].append(result)
+                text = f"{result['decode_tokens_per_s']:.2f} tokens/s, {result['read_mib_per_token']:.1f} MiB/token"
             console.print(f"[{done}/{len(arms) * repeats}] {arm.label}: {text}", markup=False)
+    except KeyboardInterrupt:
+        interrupted = True  # what was measured so far is worth keeping
     with_tokens = [arm for arm in arms if runs[arm]]
     first = next((arm for arm in with_tokens if arm.peer == "seqmoe"), with_tokens[0] if with_tokens else None)
     reference = runs[first][0]["token_ids"] if first else None
@@ -271,6 +273,7 @@ def measure(setup: Setup, arms: Sequence[Arm], repeats: int, console: Console) -
         "warmup_tokens": setup.warmup_tokens,
         "prompts": len(setup.prompts),
         "repeats": repeats,
+        "interrupted": interrupted,
         "reference": first.label if first else None,
         "versions": _versions(),
         "arms": [summary(arm, runs[arm], errors.get(arm), reference) for arm in arms],
@@ -300,7 +303,8 @@ def report_table(report: dict[str, Any]) -> Table:
         ahead = arm["read_ahead"] or ("-" if arm["peer"] == "seqmoe" else report["disk_read_ahead_kib"])
         row = ["all" if share is None else f"{share:.0%}", limit, arm["peer"], "-" if ahead == "-" else f"{ahead} KiB"]
         if not arm["repeats"]:
-            table.add_row(*row, "failed")  # the reason, which may be long, follows the table
+            # The reason, which may be long, follows the table.
+            table.add_row(*row, "failed" if arm["error"] else "not run")
             continue
         speed = arm["decode_tokens_per_s"]
         peak = arm.get("peak_group_mib") or arm["peak_rss_mib"]
@@ -360,7 +364,7 @@ def _read_aheads(text: str) -> list[int | None]:
 @click.option(
     "--work", type=click.Path(path_type=Path), required=True, help="Folder for the peers' files (2-3x the model)."
 )
-@click.option("--peers", default=",".join(PEERS))
+@click.option("--peers", default="seqmoe,llamacpp,accelerate", help=f"Of {', '.join(PEERS)} (some layers kept in RAM).")
 @click.option("--shares", default="0.45,0.25", help="Room for these shares of the experts; `all`: no limit.")
 @click.option("--read-ahead", default="disk,128", help="Of the peers' files: as the disk has it, or KiB.")
 @click.option("--base-mib", type=click.IntRange(0), default=512, help="In the limit, for the process itself.")
@@ -435,7 +439,7 @@ def main(
     for arm in report["arms"]:
         if arm["error"]:
             console.print(f"error: {arm['label']}: {arm['error']}", markup=False)
-    return int(any(arm["error"] for arm in report["arms"]))
+    return INTERRUPTED if report["interrupted"] else int(any(arm["error"] for arm in report["arms"]))
 
 
 if __name__ == "__main__":

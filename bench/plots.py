@@ -23,7 +23,7 @@ def plot_peers(report: dict[str, Any], path: Path) -> None:
         arms = [arm for arm in report["arms"] if arm["share"] == share][::-1]
         for place, arm in enumerate(arms):
             if not arm["repeats"]:
-                axes.text(0, place, " failed", va="center", fontsize=8, color="0.4")
+                axes.text(0, place, " failed" if arm["error"] else " not run", va="center", fontsize=8, color="0.4")
                 continue
             speed = arm["decode_tokens_per_s"]
             error = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]

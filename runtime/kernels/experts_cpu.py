@@ -9,6 +9,7 @@ token's experts is in float32 and in the router's order, as in Transformers' `ba
 """
 
 import ctypes
+import functools
 import struct
 import threading
 from collections.abc import Sequence
@@ -18,16 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from seqmoe.runtime.kernels import emit, layer
+from seqmoe.runtime.kernels import layer, loops
 from seqmoe.runtime.kernels.emit import BF16, BLOCK, F32, ITEM_BYTES
-from seqmoe.runtime.kernels.large import LargeGroups
+from seqmoe.runtime.kernels.large import LargeGroups, fast_bfloat16
 from seqmoe.runtime.kernels.openmp import find_openmp
 from seqmoe.runtime.kernels.plan import KINDS, LayoutLike, Plan, Segment, make_plan
 
-LARGE_GROUP = 64  # tokens; measured: up to here the kernels are as fast as converting weights and multiplying
+# Tokens of one expert up to which the kernels are at least as fast as torch's product (measured; with AVX2, and guessed where
+# torch multiplies bfloat16 itself).
+LARGE_GROUP = 32 if fast_bfloat16() else 256
+FEW_ROWS = 8  # of one expert: the module's own gate is called for each alone
 _MAX_PLACES = 2048  # most pairs computed in one call of the kernels, and
 _MAX_SCRATCH_BYTES = 32 << 20  # most scratch memory for their rows
 _CALL = struct.Struct("8q")
+_RUN_ALL = layer.DO_GROUP | layer.DO_PREPARE | layer.DO_UP | layer.DO_DOWN | layer.DO_SUM
 
 
 class _Scratch(threading.local):
@@ -79,8 +84,17 @@ class ExpertsCompute:
         Row e of `addresses` holds where each view of expert e lies; it is read only if e is in `index`. Ids outside
         [0, E) contribute nothing, as in Transformers.
         """
+        tokens, k = index.shape
+        at_once = tokens <= LARGE_GROUP and tokens * k <= self.places and not self.plan.post_norm
+        if at_once and self.fused and hidden.is_contiguous() and index.is_contiguous() and weights.is_contiguous():
+            # The way of decode, kept short: what is below does the same.
+            assert (
+                hidden.dtype is self.dtype and index.dtype is torch.int64 and hidden.shape[1] == self.plan.hidden_size
+            )
+            if weights.dtype in KINDS:
+                return self._args.run_fused(hidden, index, weights, addresses, tokens, k)
         job = ExpertsJob(self, hidden, index, weights)
-        if job.tokens <= LARGE_GROUP and job.pairs <= self.places and not self.plan.post_norm:
+        if at_once:
             return job.run_at_once(addresses)
         job.group()
         job.add(job.active, addresses)
@@ -112,7 +126,7 @@ class ExpertsJob:
         self.hidden, self.index, self.weights = hidden.contiguous(), index.contiguous(), weights.contiguous()
         self.out = torch.empty_like(self.hidden)
         self.args = compute._args
-        self.args.begin(self)
+        self.args.begin(self.pairs, self.k, self.weights.dtype)
         self.active: list[int] = []
         self._prepared = False
         self._left = 0
@@ -120,9 +134,7 @@ class ExpertsJob:
     def run_at_once(self, addresses: NDArray[np.int64]) -> torch.Tensor:
         """All experts in one call, or two around the module's own gate."""
         if self.compute.fused:
-            self.args.run(
-                self, layer.DO_GROUP | layer.DO_PREPARE | layer.DO_UP | layer.DO_DOWN | layer.DO_SUM, addresses
-            )
+            self.args.run(self, _RUN_ALL, addresses)
         else:
             self.args.run(self, layer.DO_GROUP | layer.DO_PREPARE | layer.DO_RAW, addresses)
             self._down_after_gate(self.pairs, addresses, layer.DO_SUM)
@@ -180,9 +192,13 @@ class ExpertsJob:
         plan = self.compute.plan
         projected = self.args.projected(places)
         # torch computes the last few elements of a tensor, and the ends of its threads' shares, by other instructions
-        # than the rest, with other last bits. Each row by itself is the same wherever its pair stands.
-        rows = [self._gate(row) for row in projected.split(1)]
+        # than the rest, with other last bits. So an expert's tokens go together, which they are in every mode; a few go
+        # one by one, which makes them independent of each other as well.
+        counts = self.args.counts()
+        parts = projected[: sum(counts)].split(counts) if counts else [projected[:0]]
+        rows = [self._gate(row) for part in parts for row in (part.split(1) if len(part) <= FEW_ROWS else [part])]
         gated = torch.cat(rows)
+        places = len(gated)
         assert gated.dtype == self.compute.dtype and gated.shape == (places, plan.intermediate_size)
         self.args.run(self, layer.DO_DOWN | layer.DO_DOWN_INPUT | flags, addresses, gated)
 
@@ -239,11 +255,15 @@ class _Args:
         self.starts = np.zeros(plan.num_experts + 1, dtype=np.int64)
         self._local = np.zeros(plan.num_experts + 1, dtype=np.int64)
         self.order = np.zeros(0, dtype=np.int64)
-        self._order_buffer: torch.Tensor | None = None
         self._token: object = None
         self._capacity = 0  # pairs
         self._weights_dtype: torch.dtype | None = None
-        self._y: torch.Tensor | None = None
+        self._weights_kind = 0
+        self._k = 0
+        self._table: NDArray[np.int64] | None = None
+        self._table_at = 0
+        values: Any = self.values  # numpy arrays are buffers, whatever their type hints say
+        self._pack = functools.partial(_CALL.pack_into, values, 8 * layer.A_FLAGS)
         self._fill(worker)
 
     def _fill(self, worker: int) -> None:
@@ -261,7 +281,11 @@ class _Args:
         v[layer.A_STARTS], v[layer.A_ACTIVE] = self.starts.ctypes.data, self.active.ctypes.data
         v[layer.A_LOCAL] = self._local.ctypes.data
         v[layer.A_THREADS], v[layer.A_WORKER] = self.threads, worker
-        v[layer.A_PARALLEL], v[layer.A_BARRIER], v[layer.A_THREAD_ID] = openmp.parallel, openmp.barrier, openmp.thread_id
+        v[layer.A_PARALLEL], v[layer.A_BARRIER], v[layer.A_THREAD_ID] = (
+            openmp.parallel,
+            openmp.barrier,
+            openmp.thread_id,
+        )
         for place, address in zip(*self._functions(), strict=True):
             v[place] = address
 
@@ -269,14 +293,14 @@ class _Args:
         plan, weight_kind = self.plan, self.plan.weight_kind
         pair_x = int(weight_kind == BF16 and not plan.gate.transposed)
         pair_h = int(weight_kind == BF16 and not plan.down.transposed)
-        wanted: dict[int, emit.Name] = {
+        wanted: dict[int, loops.Name] = {
             layer.F_PREPARE_X: ("prepare", plan.kind, pair_x),
             layer.F_PREPARE_H: ("prepare", plan.kind, pair_h),
             layer.F_STORE: ("store", plan.kind),
         }
         if not (plan.gate.transposed and plan.down.transposed):
-            places = (layer.F_DOT_41, layer.F_DOT_11, layer.F_DOT_22, layer.F_DOT_12, layer.F_DOT_13, layer.F_DOT_14)
-            for place, (rows, tokens) in zip(places, emit.DOT_SHAPES, strict=True):
+            places = (layer.F_DOT_41, layer.F_DOT_11, layer.F_DOT_22, layer.F_DOT_12, layer.F_DOT_14)
+            for place, (rows, tokens) in zip(places, loops.DOT_SHAPES, strict=True):
                 wanted[place] = ("dot", weight_kind, rows, tokens)
         if plan.gate.transposed or plan.down.transposed:
             wanted[layer.F_OUTER_8], wanted[layer.F_OUTER_1] = ("outer", weight_kind, 8), ("outer", weight_kind, 1)
@@ -287,19 +311,42 @@ class _Args:
             wanted[layer.F_BIAS], wanted[layer.F_PREPARE_BIAS] = ("bias", plan.kind), ("prepare", biases.pop(), 0)
         if plan.activation is not None:
             wanted[layer.F_GATE] = ("gate", plan.kind, plan.activation, int(plan.up is not None))
-        return list(wanted), emit.addresses(wanted.values())
+        return list(wanted), loops.addresses(wanted.values())
 
-    def begin(self, job: ExpertsJob) -> None:
+    def begin(self, pairs: int, k: int, weights_dtype: torch.dtype) -> None:
         """Make room for a job and note what is the same in all its calls."""
-        if job.weights.dtype != self._weights_dtype:
-            self._weights_dtype = job.weights.dtype
-            kind = KINDS[job.weights.dtype]
+        if weights_dtype is not self._weights_dtype:
+            self._weights_dtype = weights_dtype
+            self._weights_kind = kind = KINDS[weights_dtype]
             rounds = int(kind == self.plan.kind and kind != F32)
-            names: list[emit.Name] = [("weigh", self.plan.kind, rounds), ("prepare", kind, 0)]
-            self.values[layer.F_WEIGH], self.values[layer.F_PREPARE_WEIGHTS] = emit.addresses(names)
-        if job.pairs > self._capacity or self._token is not _scratch.token:
-            self._reserve(job.pairs)
-        self.values[layer.A_K] = job.k
+            names: list[loops.Name] = [("weigh", self.plan.kind, rounds), ("prepare", kind, 0)]
+            self.values[layer.F_WEIGH], self.values[layer.F_PREPARE_WEIGHTS] = loops.addresses(names)
+        if pairs > self._capacity or self._token is not _scratch.token:
+            self._reserve(pairs)
+        if k != self._k:
+            self._k = self.values[layer.A_K] = k
+
+    def run_fused(
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        addresses: NDArray[np.int64],
+        tokens: int,
+        k: int,
+    ) -> torch.Tensor:
+        """A whole layer in one call."""
+        self.begin(tokens * k, k, weights.dtype)
+        if addresses is not self._table:  # a layer's table stays the same array
+            interface: Any = addresses.__array_interface__
+            self._table, self._table_at = addresses, interface["data"][0]
+        out = torch.empty_like(hidden)
+        self._pack(
+            _RUN_ALL, tokens, hidden.data_ptr(), index.data_ptr(), weights.data_ptr(), self._weights_kind, self._table_at,
+            out.data_ptr(),
+        )  # fmt: skip
+        self._run(self._address)
+        return out
 
     def _reserve(self, pairs: int) -> None:
         plan, v = self.plan, self.values
@@ -334,12 +381,16 @@ class _Args:
             at = interface["data"][0]
         if gated is not None:
             self.values[layer.A_GATED_ROWS] = gated.data_ptr()
-        values: Any = self.values  # numpy arrays are buffers, whatever their type hints say
-        _CALL.pack_into(
-            values, 8 * layer.A_FLAGS, flags, job.tokens, job.hidden.data_ptr(), job.index.data_ptr(),
-            job.weights.data_ptr(), KINDS[job.weights.dtype], at, job.out.data_ptr(),
+        self._pack(
+            flags, job.tokens, job.hidden.data_ptr(), job.index.data_ptr(), job.weights.data_ptr(), self._weights_kind, at,
+            job.out.data_ptr(),
         )  # fmt: skip
         self._run(self._address)
+
+    def counts(self) -> list[int]:
+        """Pairs of each expert of the last call, in the order of their places."""
+        experts = self.active[: self.num_active]
+        return (self.starts[experts + 1] - self.starts[experts]).tolist()
 
     @property
     def num_active(self) -> int:

@@ -21,6 +21,7 @@ from seqmoe.runtime.kernels.native import (
     call_4,
     call_5,
     call_6,
+    call_7,
     call_int,
     call_parallel,
     call_void,
@@ -48,10 +49,10 @@ A_FLAGS, A_T, A_HIDDEN, A_INDEX, A_WEIGHTS, A_WEIGHTS_KIND, A_ADDRESSES, A_OUT =
 A_THREADS, A_PARALLEL, A_BARRIER, A_THREAD_ID, A_WORKER, A_UNIT_UP, A_UNIT_DOWN = range(64, 71)
 # Counters, each in a cache line of its own.
 A_NEXT_UP, A_NEXT_DOWN, A_NEXT_SUM = 72, 80, 88
-# Addresses of `emit`'s functions for the sizes and kinds above.
-(F_DOT_41, F_DOT_11, F_DOT_22, F_DOT_12, F_DOT_13, F_DOT_14, F_OUTER_8, F_OUTER_1, F_INTERLEAVE, F_PREPARE_X, F_PREPARE_H,
- F_STORE, F_BIAS, F_GATE, F_WEIGH, F_OUTER_TAIL, F_PREPARE_BIAS, F_PREPARE_WEIGHTS) = range(96, 114)  # fmt: skip
-NUM_ARGS = 114
+# Addresses of `loops`' functions for the sizes and kinds above.
+(F_DOT_41, F_DOT_11, F_DOT_22, F_DOT_12, F_DOT_14, F_OUTER_8, F_OUTER_1, F_INTERLEAVE, F_PREPARE_X, F_PREPARE_H,
+ F_STORE, F_BIAS, F_GATE, F_WEIGH, F_OUTER_TAIL, F_PREPARE_BIAS, F_PREPARE_WEIGHTS) = range(96, 113)  # fmt: skip
+NUM_ARGS = 113
 
 # Flags: the steps a call does.
 DO_GROUP, DO_PREPARE, DO_UP, DO_RAW, DO_DOWN, DO_DOWN_INPUT, DO_SUM = (1 << i for i in range(7))
@@ -63,6 +64,8 @@ TMP_BYTES = (2 * TOKEN_TILE + 2) * MAX_UNIT * 4  # for each thread
 FEW_TOKENS = 64  # up to here all tokens are prepared at once; beyond, each place has a row of its own
 SERIAL_SUM = 1 << 16  # products in the final sum that are not worth waking threads for
 SUM_UNIT = 8  # tokens
+FOUR_TOKENS_COLS = 1024  # four tokens of so many floats are half of a first-level cache
+
 
 def arg(a, i):
     return get(a + 8 * i)
@@ -103,7 +106,7 @@ def group(a):
 
 
 def paired(a, segment):
-    """1 if the projection's input is to be given as even, then odd columns (see `emit.prepare_body`)."""
+    """1 if the projection's input is to be given as even, then odd columns (see `loops.prepare_body`)."""
     return 1 if arg(a, A_WEIGHT_KIND) == BF16 and arg(a, segment + S_TRANSPOSED) == 0 else 0
 
 
@@ -135,23 +138,19 @@ def place_rows(a):
 
 
 def rows_in_order(a, w, stride, rows, cols, x_rows, tokens, out, out_stride):
-    """out[t, r] = w[r] . x[t]; tokens by fours outside, so that the weights come from memory once, then from cache."""
+    """out[t, r] = w[r] . x[t]; tokens outside, so that weights come from memory once, then from the cache."""
     t = 0
     while t < tokens:
-        n = min(4, tokens - t)
-        to, xs, r = out + t * out_stride, x_rows + 8 * t, 0
-        if n == 1:
-            while r + 4 <= rows:
-                call_6(arg(a, F_DOT_41), w + r * stride, stride, xs, cols, to + 4 * r, out_stride)
-                r += 4
-        elif n == 2:
-            while r + 2 <= rows:
-                call_6(arg(a, F_DOT_22), w + r * stride, stride, xs, cols, to + 4 * r, out_stride)
-                r += 2
-        one = arg(a, F_DOT_11 if n == 1 else F_DOT_12 + n - 2)
-        while r < rows:
-            call_6(one, w + r * stride, stride, xs, cols, to + 4 * r, out_stride)
-            r += 1
+        # Four tokens at a time only where their inputs stay in the first-level cache.
+        n = 4 if tokens - t >= 4 and cols <= FOUR_TOKENS_COLS else min(2, tokens - t)
+        at_once = 4 // n
+        many = arg(a, F_DOT_41 if n == 1 else F_DOT_22 if n == 2 else F_DOT_14)
+        one = arg(a, F_DOT_11 if n == 1 else F_DOT_12 if n == 2 else F_DOT_14)
+        apart, to, xs = rows // at_once, out + t * out_stride, x_rows + 8 * t
+        for r in range(apart):
+            call_7(many, w + r * stride, apart * stride, xs, cols, to + 4 * r, out_stride, 4 * apart)
+        for r in range(apart * at_once, rows):
+            call_7(one, w + r * stride, stride, xs, cols, to + 4 * r, out_stride, 4)
         t += n
 
 
@@ -216,20 +215,16 @@ def up_unit(a, e, first, last, row, rows, tmp):
     stride, gated = MAX_UNIT * 4, arg(a, A_GATED)
     up, bias_row = tmp + TOKEN_TILE * stride, tmp + 2 * TOKEN_TILE * stride
     pairs = paired(a, A_DOWN)
-    # Rows in memory order are done block by block: both streams stay short, and results are still in cache.
-    step = rows if arg(a, A_GATE + S_TRANSPOSED) else BLOCK
     for p in range(first, last, TOKEN_TILE):
         tokens = min(TOKEN_TILE, last - p)
         x_rows = arg(a, A_X_ROWS) + 8 * p
-        for r in range(row, row + rows, step):
-            n = min(step, row + rows - r)
-            project(a, A_GATE, e, r, n, arg(a, A_H), x_rows, tokens, tmp, stride, bias_row)
-            if gated:
-                project(a, A_UP, e, r, n, arg(a, A_H), x_rows, tokens, up, stride, bias_row)
-            for t in range(tokens):
-                h = get(arg(a, A_HB_ROWS) + 8 * (p + t)) + 4 * r
-                for c in range(0, n, BLOCK):
-                    call_4(arg(a, F_GATE), tmp + t * stride + 4 * c, up + t * stride + 4 * c, h + 4 * c, pairs)
+        project(a, A_GATE, e, row, rows, arg(a, A_H), x_rows, tokens, tmp, stride, bias_row)
+        if gated:
+            project(a, A_UP, e, row, rows, arg(a, A_H), x_rows, tokens, up, stride, bias_row)
+        for t in range(tokens):
+            h = get(arg(a, A_HB_ROWS) + 8 * (p + t)) + 4 * row
+            for c in range(0, rows, BLOCK):
+                call_4(arg(a, F_GATE), tmp + t * stride + 4 * c, up + t * stride + 4 * c, h + 4 * c, pairs)
 
 
 def down_unit(a, e, first, last, row, rows, tmp):

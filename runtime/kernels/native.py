@@ -54,7 +54,7 @@ OPERATIONS: dict[str, Callable[..., ir.Value | None]] = {
     "call_void": _call(ir.VoidType(), ()),
     "call_int": _call(i32, ()),
     "call_parallel": _call(ir.VoidType(), (i64, i64, i32, i32)),
-    **{f"call_{n}": _call(ir.VoidType(), [i64] * n) for n in (2, 3, 4, 5, 6)},
+    **{f"call_{n}": _call(ir.VoidType(), [i64] * n) for n in range(2, 8)},
 }
 
 
@@ -122,6 +122,10 @@ def call_5(function: int, a: int, b: int, c: int, d: int, e: int) -> None:
 
 
 def call_6(function: int, a: int, b: int, c: int, d: int, e: int, f: int) -> None:
+    raise NotImplementedError
+
+
+def call_7(function: int, a: int, b: int, c: int, d: int, e: int, f: int, g: int) -> None:
     raise NotImplementedError
 
 

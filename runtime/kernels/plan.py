@@ -133,7 +133,9 @@ class _Planner:
 
         kind, weight_kind = KINDS[self.dtype], self.weight_kind(known)
         activation = self.activation(gated)
-        segments = self.up_segments(up_name, up_size, inner, hidden, transposed, has_bias, activation is not None, gated)
+        segments = self.up_segments(
+            up_name, up_size, inner, hidden, transposed, has_bias, activation is not None, gated
+        )
         if activation is not None and gated and len(segments) == 1:
             raise AssertionError("a fused gate needs its two halves")
         down = self.segment("down_proj", 0, hidden, inner, transposed, has_bias)
@@ -202,7 +204,9 @@ class _Planner:
         for i, view in enumerate(self.layout.views):
             if view.param != name or len(view.shape) != 2:
                 continue
-            whole_columns = view.dim == out_dim or (view.start == 0 and view.shape[view.dim] == self.columns(name, transposed))
+            whole_columns = view.dim == out_dim or (
+                view.start == 0 and view.shape[view.dim] == self.columns(name, transposed)
+            )
             first = view.start if view.dim == out_dim else 0
             if whole_columns and first <= start and start + rows <= first + view.shape[out_dim]:
                 return i
