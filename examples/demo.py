@@ -55,7 +55,8 @@ def jobs_for(profile: Profile) -> dict[str, dict[str, Any]]:
         "warmup_tokens": 16,
     }
     return {
-        "default": {**common, "memory_bytes": work.memory_bytes},
+        # As many slots as the profile has: a few MiB more or less of the interpreter are hundreds of the demo's experts.
+        "default": {**common, "memory_bytes": work.memory_bytes, "slots": profile.to_knobs().slots},
         "tuned": {**common, "memory_bytes": work.memory_bytes, "knobs": profile.to_knobs().to_dict()},
         "all in memory": {**common, "mode": "full"},
     }
