@@ -36,6 +36,18 @@ class Capture(LogitsProcessor):
         return scores
 
 
+class Force(LogitsProcessor):
+    """Makes `token` the next one."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.token] = 0.0
+        return forced
+
+
 def engine_run(
     folder: Path, prompts: list[list[int]], new_tokens: int, **options: Any
 ) -> tuple[list[list[int]], torch.Tensor]:
@@ -150,8 +162,11 @@ def _spread(folder: Path, ids: list[int]) -> float:
                 continue
             with torch.inference_mode():
                 last.append(model(torch.tensor([ids])).logits[0, -1].float())
-                cache = model(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
-                last.append(model(torch.tensor([ids[-1:]]), past_key_values=cache).logits[0, -1].float())
+                step = model.generate(
+                    torch.tensor([ids[:-1]]), max_new_tokens=2, do_sample=False, output_logits=True,
+                    return_dict_in_generate=True, pad_token_id=0, eos_token_id=None, logits_processor=[Force(ids[-1])],
+                )  # fmt: skip
+                last.append(step.logits[1][0].float())
     return max(float((a - b).abs().max()) for a in last for b in last)
 
 
