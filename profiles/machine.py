@@ -5,8 +5,6 @@ Functions that read files take `root` ("/" on a live machine), so that a tree of
 
 import os
 import platform
-import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +48,9 @@ def rss_bytes(root: Path = ROOT) -> int:
     return _status(root).get("VmRSS", 0)
 
 
-def peak_rss_bytes() -> int:
-    """Largest resident set that this process has had (Linux counts ru_maxrss in KiB, macOS in bytes)."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def peak_rss_bytes(root: Path = ROOT) -> int:
+    """Largest resident set that this process has had (VmHWM: unlike ru_maxrss it forgets the parent's)."""
+    return _status(root).get("VmHWM", 0)
 
 
 def memory_facts(root: Path = ROOT) -> MemoryFacts:

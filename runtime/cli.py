@@ -60,11 +60,12 @@ def main(
     from seqmoe.runtime.checkpoint import Checkpoint  # imports torch: not before the profile is known to be good
     from seqmoe.runtime.engine import Engine
 
-    check_model(profile, Checkpoint.open(folder).spec(slot_bytes=0))
+    checkpoint = Checkpoint.open(folder)
+    check_model(profile, checkpoint.spec(slot_bytes=0))
     for check in compare_machine(profile, machine_spec(Path(folder))):
         if check.verdict != "optimal":
             _note(f"{check.verdict}: {check.message}")
-    with _open(Engine, profile, folder) as engine:
+    with _open(Engine, profile, checkpoint) as engine:
         if verify:
             from seqmoe.runtime.verify import verify_files
 
@@ -106,16 +107,16 @@ def _model_folder(profile: Profile, profile_path: Path, given: str | None) -> st
         ) from None
 
 
-def _open(engine_class: Any, profile: Profile, folder: str) -> Any:
+def _open(engine_class: Any, profile: Profile, checkpoint: Any) -> Any:
     work, knobs = profile.target.workload, profile.to_knobs()
     options = {"memory_bytes": work.memory_bytes, "context": work.context_max, "batch": work.batch, "link": work.link}
     try:
-        return engine_class.open(folder, knobs=knobs, **options)
+        return engine_class.open(checkpoint, knobs=knobs, **options)
     except BudgetError as error:
         if knobs.slots is None:
             raise
         # Less memory than it was tuned for: as many experts as fit now, the other settings as tuned.
-        engine = engine_class.open(folder, knobs=knobs.replace(slots=None), **options)
+        engine = engine_class.open(checkpoint, knobs=knobs.replace(slots=None), **options)
         _note(f"adapt: {error}")
         return engine
 

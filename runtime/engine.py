@@ -22,11 +22,11 @@ from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from seqmoe.predictors.trace import Trace, read_npz
-from seqmoe.profiles.budget import MemoryPlan, effective_budget, plan_memory
+from seqmoe.profiles.budget import PREFILL_TOKENS, MemoryPlan, effective_budget, plan_memory
 from seqmoe.profiles.cgroup import affinity_count, cpu_quota, usable_cores
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.knobs import Knobs
-from seqmoe.profiles.machine import memory_facts, rss_bytes
+from seqmoe.profiles.machine import memory_facts, peak_rss_bytes, rss_bytes
 from seqmoe.profiles.spec import LinkSpec, ModelSpec
 from seqmoe.runtime.checkpoint import Checkpoint
 from seqmoe.runtime.eviction import Eviction, make_eviction
@@ -41,7 +41,7 @@ from seqmoe.runtime.models import model_id, resolve_model
 from seqmoe.runtime.pool import Pool
 from seqmoe.runtime.popularity import measured_popularity
 from seqmoe.runtime.replay import Replay
-from seqmoe.runtime.report import RunReport, Totals, peak_rss_bytes
+from seqmoe.runtime.report import RunReport, Totals
 from seqmoe.runtime.residency import Residency
 from seqmoe.runtime.runner import CachedRunner, ResidentRunner
 from seqmoe.runtime.skeleton import load_skeleton
@@ -50,7 +50,6 @@ from seqmoe.runtime.store import Progress, Store
 log = logging.getLogger("seqmoe")
 
 MODES = ("full", "eager", "lru", "lfu", "static", "belady")
-PREFILL_CHUNK = 512  # tokens of each prompt that go through the model together: bounds the activations' memory
 
 
 class Engine:
@@ -94,7 +93,7 @@ class Engine:
     @classmethod
     def open(
         cls,
-        model: str | Path,
+        model: str | Path | Checkpoint,
         *,
         mode: str | None = None,
         knobs: Knobs | None = None,
@@ -109,7 +108,7 @@ class Engine:
         graph: bool = True,
         progress: Progress | None = None,
     ) -> "Engine":
-        """Opens `model` (a folder, or a name that `resolve_model` knows).
+        """Opens `model` (a folder, a name that `resolve_model` knows, or a checkpoint that is open already).
 
         `mode` (default: the knobs' policy): `full` keeps every expert in memory; `eager` keeps none between layers;
         `lru`, `lfu`, `static` and `belady` (needs `replay`) keep as many as `slots` says, else `residency` (a share
@@ -130,9 +129,9 @@ class Engine:
         threads = knobs.compute_threads or usable_cores(affinity_count(), cpu_quota())
         torch.set_num_threads(threads)
 
-        checkpoint = Checkpoint.open(resolve_model(str(model)))
+        checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(resolve_model(str(model)))
         records = plan_records(checkpoint.layout, checkpoint.sources, [path.stat().st_size for path in checkpoint.files])
-        spec = dataclasses.replace(checkpoint.spec(records.slot_bytes), name=model_id(model))
+        spec = dataclasses.replace(checkpoint.spec(records.slot_bytes), name=model_id(checkpoint.folder if isinstance(model, Checkpoint) else model))
         total = spec.total_experts
         if mode == "full":
             slots = total
@@ -187,7 +186,7 @@ class Engine:
         if memory_bytes is not None and budget.budget_bytes < memory_bytes:
             log.warning("memory budget is %s", budget.explanation)
         # A prompt cannot go through recurrent or sliding-window layers in pieces, see `generate`.
-        prefill = context if spec.state_bytes else min(context, PREFILL_CHUNK)
+        prefill = context if spec.state_bytes else min(context, PREFILL_TOKENS)
         return plan_memory(
             budget.budget_bytes, spec, context, batch, knobs, rss_bytes(), prefill_tokens=prefill
         )
@@ -301,8 +300,8 @@ class Engine:
             config.temperature = config.top_k = config.top_p = config.min_p = None
         if ignore_eos:
             config.eos_token_id = None
-        if ids.shape[1] > PREFILL_CHUNK and not self.spec.state_bytes:
-            config.prefill_chunk_size = PREFILL_CHUNK
+        if ids.shape[1] > PREFILL_TOKENS and not self.spec.state_bytes:
+            config.prefill_chunk_size = PREFILL_TOKENS
         if config.pad_token_id is None and ids.shape[0] > 1:
             config.pad_token_id = 0
         recording = Recording()

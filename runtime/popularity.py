@@ -2,8 +2,6 @@
 
 import json
 import logging
-import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from seqmoe.profiles.errors import SeqmoeError
+from seqmoe.profiles.files import write_atomic
 from seqmoe.runtime.demo_xl import default_cache_dir
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ def measured_popularity(engine: "Engine", cache_dir: Path | None = None) -> NDAr
             engine.generate([text], max_new_tokens=CALIBRATION_NEW_TOKENS, ignore_eos=True)
     finally:
         engine.runner.usage = None
-    with suppress(OSError):  # a cache that cannot be written costs a second count, nothing else
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump({"counts": counts.tolist()}, file)
-        os.replace(name, path)
+    with suppress(SeqmoeError):  # a cache that cannot be written costs a second count, nothing else
+        write_atomic(path, json.dumps({"counts": counts.tolist()}))
     return counts

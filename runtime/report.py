@@ -1,7 +1,6 @@
 """What a run did, in numbers: counters that the layers add to, one `StepStats` per forward pass, one `RunReport` per request."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -89,20 +88,3 @@ class RunReport:
             "decode_s": self.decode_seconds,
             "steps": len(self.decode),
         }
-
-
-def peak_rss_bytes() -> int:
-    """Highest resident set of this process so far, in bytes (VmHWM: unlike ru_maxrss it forgets the parent's)."""
-    return _status_bytes("VmHWM:")
-
-
-def current_rss_bytes() -> int:
-    """Resident set of this process now, in bytes."""
-    return _status_bytes("VmRSS:")
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {key}")

@@ -302,6 +302,17 @@ def load_int(address: int, dtype: int, index: int) -> int:
 
 
 @kernel()
+def place(row: int, operand: int, i: int, j: int, k: int, m: int) -> int:
+    """The element that the four indices mean in the operand whose fields begin at `operand`."""
+    return (
+        i * field(row, operand + 2)
+        + j * field(row, operand + 3)
+        + k * field(row, operand + 4)
+        + m * field(row, operand + 5)
+    )
+
+
+@kernel()
 def elementwise_int(row: int) -> None:
     """As `elementwise`, on integers and booleans, exactly; rows are short, so no vectors."""
     fn = field(row, isa.FN)
@@ -309,24 +320,9 @@ def elementwise_int(row: int) -> None:
         for j in range(field(row, isa.SIZES + 1)):
             for k in range(field(row, isa.SIZES + 2)):
                 for m in range(field(row, isa.SIZES + 3)):
-                    out = (
-                        i * field(row, isa.OUT + 2)
-                        + j * field(row, isa.OUT + 3)
-                        + k * field(row, isa.OUT + 4)
-                        + m * field(row, isa.OUT + 5)
-                    )
-                    at0 = (
-                        i * field(row, isa.IN0 + 2)
-                        + j * field(row, isa.IN0 + 3)
-                        + k * field(row, isa.IN0 + 4)
-                        + m * field(row, isa.IN0 + 5)
-                    )
-                    at1 = (
-                        i * field(row, isa.IN1 + 2)
-                        + j * field(row, isa.IN1 + 3)
-                        + k * field(row, isa.IN1 + 4)
-                        + m * field(row, isa.IN1 + 5)
-                    )
+                    out = place(row, isa.OUT, i, j, k, m)
+                    at0 = place(row, isa.IN0, i, j, k, m)
+                    at1 = place(row, isa.IN1, i, j, k, m)
                     x = load_int(field(row, isa.IN0), field(row, isa.IN0 + 1), at0)
                     y = 0
                     if fn >= 32:
@@ -369,12 +365,7 @@ def elementwise_int(row: int) -> None:
                     elif fn == isa.E_REMAINDER:
                         r = x - (x // y) * y
                     elif fn == isa.E_WHERE:
-                        at2 = (
-                            i * field(row, isa.IN2 + 2)
-                            + j * field(row, isa.IN2 + 3)
-                            + k * field(row, isa.IN2 + 4)
-                            + m * field(row, isa.IN2 + 5)
-                        )
+                        at2 = place(row, isa.IN2, i, j, k, m)
                         r = y if x != 0 else load_int(field(row, isa.IN2), field(row, isa.IN2 + 1), at2)
                     if field(row, isa.OUT + 1) == I64:
                         store_i64(field(row, isa.OUT), out, r)
@@ -395,18 +386,8 @@ def reduce(row: int, scratch: int) -> None:
         for j in range(field(row, isa.SIZES + 1)):
             for k in range(field(row, isa.SIZES + 2)):
                 for l in range(field(row, isa.SIZES + 3)):
-                    out = (
-                        i * field(row, isa.OUT + 2)
-                        + j * field(row, isa.OUT + 3)
-                        + k * field(row, isa.OUT + 4)
-                        + l * field(row, isa.OUT + 5)
-                    )
-                    base = (
-                        i * field(row, isa.IN0 + 2)
-                        + j * field(row, isa.IN0 + 3)
-                        + k * field(row, isa.IN0 + 4)
-                        + l * field(row, isa.IN0 + 5)
-                    )
+                    out = place(row, isa.OUT, i, j, k, l)
+                    base = place(row, isa.IN0, i, j, k, l)
                     total = f32(0.0)
                     exact = 0
                     best = 0

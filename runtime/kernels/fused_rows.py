@@ -11,6 +11,7 @@ from seqmoe.runtime.kernels.fused_ops import (
     load_int,
     load_one,
     load_row,
+    place,
     store_one,
     store_row,
 )
@@ -105,24 +106,9 @@ def gather(row: int) -> None:
         for j in range(field(row, isa.SIZES + 1)):
             for k in range(field(row, isa.SIZES + 2)):
                 for m in range(field(row, isa.SIZES + 3)):
-                    out = (
-                        i * field(row, isa.OUT + 2)
-                        + j * field(row, isa.OUT + 3)
-                        + k * field(row, isa.OUT + 4)
-                        + m * field(row, isa.OUT + 5)
-                    )
-                    at0 = (
-                        i * field(row, isa.IN0 + 2)
-                        + j * field(row, isa.IN0 + 3)
-                        + k * field(row, isa.IN0 + 4)
-                        + m * field(row, isa.IN0 + 5)
-                    )
-                    at1 = (
-                        i * field(row, isa.IN1 + 2)
-                        + j * field(row, isa.IN1 + 3)
-                        + k * field(row, isa.IN1 + 4)
-                        + m * field(row, isa.IN1 + 5)
-                    )
+                    out = place(row, isa.OUT, i, j, k, m)
+                    at0 = place(row, isa.IN0, i, j, k, m)
+                    at1 = place(row, isa.IN1, i, j, k, m)
                     pick = load_int(field(row, isa.IN1), field(row, isa.IN1 + 1), at1) * field(row, isa.AUX)
                     if scatter:
                         out += pick

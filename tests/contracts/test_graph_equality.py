@@ -2,7 +2,6 @@
 left-padded batch, past sliding windows; in bfloat16 logits within the spread of Transformers' own implementations.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,13 +19,7 @@ CAPTURED = [name for name in FAMILIES if name != "deepseek_v4"]
 CHANGES: dict[str, dict[str, Any]] = {"gpt_oss": {"sliding_window": 16}, "mixtral": {"sliding_window": 24}}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny operations on two threads wait for each other, on a busy machine for milliseconds."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def real_experts(graph: DecodeGraph) -> Any:

@@ -1,6 +1,6 @@
 """The decode machine against torch, call by call; masks; what a step refuses; caches in and out."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,7 @@ from seqmoe.runtime.graph_tape import GraphUnsupported, MaskKind, Recorder, Tape
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def lower(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Program:
