@@ -131,7 +131,8 @@ class Engine:
 
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(resolve_model(str(model)))
         records = plan_records(checkpoint.layout, checkpoint.sources, [path.stat().st_size for path in checkpoint.files])
-        spec = dataclasses.replace(checkpoint.spec(records.slot_bytes), name=model_id(checkpoint.folder if isinstance(model, Checkpoint) else model))
+        name = model_id(checkpoint.folder if isinstance(model, Checkpoint) else model)
+        spec = dataclasses.replace(checkpoint.spec(records.slot_bytes), name=name)
         total = spec.total_experts
         if mode == "full":
             slots = total
