@@ -27,6 +27,7 @@ from seqmoe.runtime.graph_tape import (
     stand_in_experts,
 )
 from seqmoe.runtime.kernels import fused_isa as isa
+from seqmoe.runtime.kernels.team import at_work
 
 # Root mean square by which the captured step's logits may differ from the model's own, relative to their spread.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.06}
@@ -167,7 +168,8 @@ class DecodeGraph:
         self._tokens[:] = token_ids.numpy()
         self._positions[:] = self.length - self._padding
         program.run[isa.RUN_POSITION] = self.length
-        program.execute(self.experts_call)
+        with at_work():
+            program.execute(self.experts_call)
         self.length += 1
         return program.logits
 

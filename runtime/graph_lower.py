@@ -2,12 +2,9 @@
 becomes instructions (`graph_ops`) or, where the machine has none, plain aten calls on views of the same memory.
 """
 
-import ctypes
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +16,7 @@ from seqmoe.runtime.graph_tape import GraphUnsupported, Node, Ref, Tape
 from seqmoe.runtime.kernels import fused_isa as isa
 from seqmoe.runtime.kernels.fused_ops import CHUNK
 from seqmoe.runtime.kernels.fused_vm import JOB_FIELDS, TABLE_FIELDS, operation, run_program, work_of
+from seqmoe.runtime.kernels.team import at_work, parallel_address
 
 _ALIGN = 64
 _THREAD_TRIALS = 6
@@ -30,19 +28,6 @@ _IMPURE = ("rand", "bernoulli", "dropout", "multinomial", "nonzero", "unique", "
 
 def _round_up(number: int) -> int:
     return -(-number // _ALIGN) * _ALIGN
-
-
-@functools.cache
-def gomp_parallel() -> int:
-    """Address of GOMP_parallel in the OpenMP library that torch uses; 0 where there is none (then one thread)."""
-    folder = Path(torch.__file__).parent
-    for place in (folder / "lib", folder.parent / "torch.libs"):
-        for library in sorted(place.glob("libgomp*.so*")):
-            try:
-                return ctypes.cast(ctypes.CDLL(str(library)).GOMP_parallel, ctypes.c_void_p).value or 0
-            except (OSError, AttributeError):
-                continue
-    return 0
 
 
 def inputs_of(node: Node) -> list[Ref]:
@@ -136,13 +121,14 @@ class Program:
             shapes.setdefault(key, []).append(int(place))
         for places in shapes.values():
             took_us = [float("inf"), float("inf")]
-            for trial in range(2 * _THREAD_TRIALS):
-                # Other layers' weights each time, so that they come from memory as they do in a step.
-                here, parallel = places[trial % len(places)], trial // 2 % 2
-                self.code[here, isa.AUX] = parallel
-                started = time.perf_counter()
-                run_program(self._code_at, here, here + 1, self._run_at)
-                took_us[parallel] = min(took_us[parallel], (time.perf_counter() - started) * 1e6)
+            with at_work():
+                for trial in range(2 * _THREAD_TRIALS):
+                    # Other layers' weights each time, so that they come from memory as they do in a step.
+                    here, parallel = places[trial % len(places)], trial // 2 % 2
+                    self.code[here, isa.AUX] = parallel
+                    started = time.perf_counter()
+                    run_program(self._code_at, here, here + 1, self._run_at)
+                    took_us[parallel] = min(took_us[parallel], (time.perf_counter() - started) * 1e6)
             self.code[places, isa.AUX] = int(took_us[1] < took_us[0])
 
     @property
@@ -291,7 +277,7 @@ class Lowering:
             work = work_of(op)
             if work is not None:
                 table[32 + op] = work.address
-        run[isa.RUN_PARALLEL] = gomp_parallel()
+        run[isa.RUN_PARALLEL] = parallel_address(threads)
         run[isa.RUN_THREADS] = threads if run[isa.RUN_PARALLEL] else 1
         return memory
 

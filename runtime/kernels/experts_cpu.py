@@ -24,6 +24,7 @@ from seqmoe.runtime.kernels.emit import BF16, BLOCK, F32, ITEM_BYTES
 from seqmoe.runtime.kernels.large import LargeGroups, fast_bfloat16
 from seqmoe.runtime.kernels.openmp import find_openmp
 from seqmoe.runtime.kernels.plan import KINDS, LayoutLike, Plan, Segment, make_plan
+from seqmoe.runtime.kernels.team import parallel_address
 
 # Tokens of one expert up to which the kernels are at least as fast as torch's product (measured; with AVX2, and guessed where
 # torch multiplies bfloat16 itself).
@@ -268,7 +269,7 @@ class _Args:
 
     def _fill(self, worker: int) -> None:
         """What never changes."""
-        plan, openmp, v = self.plan, find_openmp(), self.values
+        plan, v = self.plan, self.values
         v[layer.A_E], v[layer.A_H], v[layer.A_I] = plan.num_experts, plan.hidden_size, plan.intermediate_size
         v[layer.A_KIND], v[layer.A_WEIGHT_KIND], v[layer.A_NUM_VIEWS] = plan.kind, plan.weight_kind, plan.num_views
         v[layer.A_GATED] = int(plan.up is not None)
@@ -281,11 +282,7 @@ class _Args:
         v[layer.A_STARTS], v[layer.A_ACTIVE] = self.starts.ctypes.data, self.active.ctypes.data
         v[layer.A_LOCAL] = self._local.ctypes.data
         v[layer.A_THREADS], v[layer.A_WORKER] = self.threads, worker
-        v[layer.A_PARALLEL], v[layer.A_BARRIER], v[layer.A_THREAD_ID] = (
-            openmp.parallel,
-            openmp.barrier,
-            openmp.thread_id,
-        )
+        v[layer.A_PARALLEL] = parallel_address(self.threads)
         for place, address in zip(*self._functions(), strict=True):
             v[place] = address
 

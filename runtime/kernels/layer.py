@@ -1,8 +1,8 @@
 """One MoE layer's experts on the CPU as one native call: grouping, up-projection, activation, down-projection, sum.
 
 Everything the call needs stands in one array of int64 (`A_...` are the places in it), so it costs one pointer. Threads
-come from the OpenMP library that torch has loaded already (`openmp.py`), and take units of rows from a shared counter:
-a thread that is held up (another process, a read) takes fewer. Who computes a row does not change its value.
+come from `team.py`, and take units of rows from a shared counter: a thread that is held up (another process, a read)
+takes fewer, or none. Who computes a row does not change its value.
 
 A pair is a token and one of its experts; pair number = token * k + choice. Pairs are sorted by expert; `place` is a
 pair's position among those of the experts computed in this call.
@@ -22,9 +22,7 @@ from seqmoe.runtime.kernels.native import (
     call_5,
     call_6,
     call_7,
-    call_int,
     call_parallel,
-    call_void,
     get,
     get_short,
     put,
@@ -46,9 +44,9 @@ A_FLAGS, A_T, A_HIDDEN, A_INDEX, A_WEIGHTS, A_WEIGHTS_KIND, A_ADDRESSES, A_OUT =
  A_HB_ROWS, A_Y, A_Y_STRIDE, A_Y_ROWS, A_PROJ, A_PROJ_STRIDE, A_GATED_ROWS, A_GATED_STRIDE, A_WEIGHTS_FLOAT, A_TMP,
  A_SPARE) = range(40, 62)  # fmt: skip
 # Threads.
-A_THREADS, A_PARALLEL, A_BARRIER, A_THREAD_ID, A_WORKER, A_UNIT_UP, A_UNIT_DOWN = range(64, 71)
+A_THREADS, A_PARALLEL, A_WORKER, A_STAGE, A_UNIT_UP, A_UNIT_DOWN = range(64, 70)
 # Counters, each in a cache line of its own.
-A_NEXT_UP, A_NEXT_DOWN, A_NEXT_SUM = 72, 80, 88
+A_NEXT, A_NEXT_THREAD = 72, 80
 # Addresses of `loops`' functions for the sizes and kinds above.
 (F_DOT_41, F_DOT_11, F_DOT_22, F_DOT_12, F_DOT_14, F_OUTER_8, F_OUTER_1, F_INTERLEAVE, F_PREPARE_X, F_PREPARE_H,
  F_STORE, F_BIAS, F_GATE, F_WEIGH, F_OUTER_TAIL, F_PREPARE_BIAS, F_PREPARE_WEIGHTS) = range(96, 113)  # fmt: skip
@@ -260,52 +258,74 @@ def sum_tokens(a, first, last):
                 put_short(out + i, get_short(last_row + i))
 
 
-def work(a, thread):
-    """What each thread does in a call. Between the steps all wait for each other."""
-    flags, tmp = arg(a, A_FLAGS), arg(a, A_TMP) + thread * TMP_BYTES
-    num_active, threads = arg(a, A_NUM_ACTIVE), arg(a, A_THREADS)
-    if flags & (DO_UP | DO_RAW):
-        raw = flags & DO_RAW
-        unit, gate_rows, up_rows = arg(a, A_UNIT_UP), arg(a, A_GATE + S_ROWS), arg(a, A_UP + S_ROWS)
-        gate_units = (gate_rows + unit - 1) // unit
-        units = gate_units + ((up_rows + unit - 1) // unit if raw else 0)
-        while True:
-            u = take(a + 8 * A_NEXT_UP)
-            if u >= num_active * units:
-                break
-            i, block = u // units, u % units
-            e = get(arg(a, A_ACTIVE) + 8 * i)
-            first, last = get(arg(a, A_LOCAL) + 8 * i), get(arg(a, A_LOCAL) + 8 * (i + 1))
-            if raw == 0:
-                up_unit(a, e, first, last, block * unit, min(unit, gate_rows - block * unit), tmp)
-            elif block < gate_units:
-                raw_unit(a, A_GATE, 0, e, first, last, block * unit, min(unit, gate_rows - block * unit), tmp)
-            else:
-                row = (block - gate_units) * unit
-                raw_unit(a, A_UP, gate_rows, e, first, last, row, min(unit, up_rows - row), tmp)
-        if flags & DO_DOWN and threads > 1:
-            call_void(arg(a, A_BARRIER))
-    if flags & DO_DOWN:
-        unit, rows = arg(a, A_UNIT_DOWN), arg(a, A_H)
-        units = (rows + unit - 1) // unit
-        while True:
-            u = take(a + 8 * A_NEXT_DOWN)
-            if u >= num_active * units:
-                break
-            i, row = u // units, u % units * unit
-            e = get(arg(a, A_ACTIVE) + 8 * i)
-            first, last = get(arg(a, A_LOCAL) + 8 * i), get(arg(a, A_LOCAL) + 8 * (i + 1))
-            down_unit(a, e, first, last, row, min(unit, rows - row), tmp)
+def up_work(a, tmp):
+    """Units of the up-projection, until there are none."""
+    num_active, raw = arg(a, A_NUM_ACTIVE), arg(a, A_FLAGS) & DO_RAW
+    unit, gate_rows, up_rows = arg(a, A_UNIT_UP), arg(a, A_GATE + S_ROWS), arg(a, A_UP + S_ROWS)
+    gate_units = (gate_rows + unit - 1) // unit
+    units = gate_units + ((up_rows + unit - 1) // unit if raw else 0)
+    while True:
+        u = take(a + 8 * A_NEXT)
+        if u >= num_active * units:
+            break
+        i, block = u // units, u % units
+        e = get(arg(a, A_ACTIVE) + 8 * i)
+        first, last = get(arg(a, A_LOCAL) + 8 * i), get(arg(a, A_LOCAL) + 8 * (i + 1))
+        if raw == 0:
+            up_unit(a, e, first, last, block * unit, min(unit, gate_rows - block * unit), tmp)
+        elif block < gate_units:
+            raw_unit(a, A_GATE, 0, e, first, last, block * unit, min(unit, gate_rows - block * unit), tmp)
+        else:
+            row = (block - gate_units) * unit
+            raw_unit(a, A_UP, gate_rows, e, first, last, row, min(unit, up_rows - row), tmp)
+
+
+def down_work(a, tmp):
+    """Units of the down-projection, until there are none."""
+    num_active, unit, rows = arg(a, A_NUM_ACTIVE), arg(a, A_UNIT_DOWN), arg(a, A_H)
+    units = (rows + unit - 1) // unit
+    while True:
+        u = take(a + 8 * A_NEXT)
+        if u >= num_active * units:
+            break
+        i, row = u // units, u % units * unit
+        e = get(arg(a, A_ACTIVE) + 8 * i)
+        first, last = get(arg(a, A_LOCAL) + 8 * i), get(arg(a, A_LOCAL) + 8 * (i + 1))
+        down_unit(a, e, first, last, row, min(unit, rows - row), tmp)
 
 
 def sum_work(a):
     """Each thread's part of a large final sum."""
     tokens = arg(a, A_T)
     while True:
-        first = take(a + 8 * A_NEXT_SUM) * SUM_UNIT
+        first = take(a + 8 * A_NEXT) * SUM_UNIT
         if first >= tokens:
             break
         sum_tokens(a, first, min(tokens, first + SUM_UNIT))
+
+
+def worker(a):
+    """What each thread of a stage runs: units from the counter, with scratch memory of its own."""
+    stage = arg(a, A_STAGE)
+    tmp = arg(a, A_TMP) + take(a + 8 * A_NEXT_THREAD) * TMP_BYTES
+    if stage == DO_UP:
+        up_work(a, tmp)
+    elif stage == DO_DOWN:
+        down_work(a, tmp)
+    else:
+        sum_work(a)
+
+
+def share(a, stage):
+    """One stage of the call, on all threads; it is over when this returns."""
+    threads = arg(a, A_THREADS)
+    put(a + 8 * A_STAGE, stage)
+    put(a + 8 * A_NEXT, 0)
+    put(a + 8 * A_NEXT_THREAD, 0)
+    if threads > 1:
+        call_parallel(arg(a, A_PARALLEL), arg(a, A_WORKER), a, threads, 0)
+    else:
+        worker(a)
 
 
 def unit_rows(total_rows, row_bytes, threads, transposed, multiple):
@@ -332,31 +352,19 @@ def run(a):
         put(a + 8 * A_UNIT_UP, unit_rows(up_rows, up_bytes, threads, arg(a, A_GATE + S_TRANSPOSED), BLOCK))
         unit = unit_rows(active * arg(a, A_H), arg(a, A_I) * size, threads, arg(a, A_DOWN + S_TRANSPOSED), 8)
         put(a + 8 * A_UNIT_DOWN, unit)
-        put(a + 8 * A_NEXT_UP, 0)
-        put(a + 8 * A_NEXT_DOWN, 0)
-        if threads > 1:
-            call_parallel(arg(a, A_PARALLEL), arg(a, A_WORKER), a, threads, 0)
-        else:
-            work(a, 0)
+        if flags & (DO_UP | DO_RAW):
+            share(a, DO_UP)
+        if flags & DO_DOWN:
+            share(a, DO_DOWN)
     if flags & DO_SUM:
         if threads == 1 or arg(a, A_T) * arg(a, A_K) * arg(a, A_H) <= SERIAL_SUM:
             sum_tokens(a, 0, arg(a, A_T))
         else:
-            put(a + 8 * A_NEXT_SUM, 0)
-            put(a + 8 * A_FLAGS, DO_SUM)
-            call_parallel(arg(a, A_PARALLEL), arg(a, A_WORKER), a, threads, 0)
-
-
-def worker(a):
-    """What each thread of a parallel call runs."""
-    if arg(a, A_FLAGS) == DO_SUM:
-        sum_work(a)
-    else:
-        work(a, call_int(arg(a, A_THREAD_ID)))
+            share(a, DO_SUM)
 
 
 _FUNCTIONS = (arg, item_bytes, group, paired, place_rows, rows_in_order, rows_transposed, project, raw_unit, up_unit,
-              down_unit, sum_tokens, work, sum_work, unit_rows, run, worker)  # fmt: skip
+              down_unit, sum_tokens, up_work, down_work, sum_work, worker, share, unit_rows, run)  # fmt: skip
 
 
 @functools.cache

@@ -11,6 +11,7 @@ functions of the subset and of the operations below. Anything else is refused wh
 
 import ast
 import inspect
+import platform
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -30,7 +31,7 @@ def _call(returns: ir.Type, arguments: Sequence[ir.Type]) -> Callable[..., ir.Va
     def code(b: ir.IRBuilder, address: ir.Value, *values: ir.Value) -> ir.Value | None:
         function = _pointer(b, address, ir.FunctionType(returns, arguments))
         result = b.call(function, [v if v.type == t else b.trunc(v, t) for v, t in zip(values, arguments, strict=True)])
-        return b.sext(result, i64) if returns == i32 else None
+        return result if returns == i64 else None
 
     return code
 
@@ -42,6 +43,23 @@ def _store(of: ir.Type) -> Callable[..., None]:
     return code
 
 
+def _swap_if(b: ir.IRBuilder, address: ir.Value, expected: ir.Value, value: ir.Value) -> ir.Value:
+    pair = b.cmpxchg(_pointer(b, address), expected, value, "seq_cst", "seq_cst")
+    return b.zext(b.extract_value(pair, 1), i64)
+
+
+def _pause(b: ir.IRBuilder) -> None:
+    """The processor's hint that this is a waiting loop, where it has one."""
+    machine = platform.machine()
+    name, arguments = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint", [i32(1)])}.get(
+        machine, ("", [])
+    )
+    if name:
+        kind = ir.FunctionType(ir.VoidType(), [a.type for a in arguments])
+        function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
+        b.call(function, arguments)
+
+
 OPERATIONS: dict[str, Callable[..., ir.Value | None]] = {
     "get": lambda b, p: b.load(_pointer(b, p), align=1),
     "get_short": lambda b, p: b.zext(b.load(_pointer(b, p, i16), align=1), i64),
@@ -51,10 +69,14 @@ OPERATIONS: dict[str, Callable[..., ir.Value | None]] = {
     "take": lambda b, p: b.atomic_rmw("add", _pointer(b, p), i64(1), "monotonic"),
     "min": lambda b, x, y: b.select(b.icmp_signed("<", y, x), y, x),
     "max": lambda b, x, y: b.select(b.icmp_signed(">", y, x), y, x),
-    "call_void": _call(ir.VoidType(), ()),
-    "call_int": _call(i32, ()),
+    "get_now": lambda b, p: b.load_atomic(_pointer(b, p), "seq_cst", 8),
+    "swap_now": lambda b, p, value: b.atomic_rmw("xchg", _pointer(b, p), value, "seq_cst"),
+    "add_now": lambda b, p, value: b.atomic_rmw("add", _pointer(b, p), value, "seq_cst"),
+    "swap_if": _swap_if,
+    "pause": _pause,
     "call_parallel": _call(ir.VoidType(), (i64, i64, i32, i32)),
-    **{f"call_{n}": _call(ir.VoidType(), [i64] * n) for n in range(2, 8)},
+    "call_system": _call(i64, [i64] * 7),
+    **{f"call_{n}": _call(ir.VoidType(), [i64] * n) for n in range(1, 8)},
 }
 
 
@@ -89,13 +111,38 @@ def take(address: int) -> int:
     raise NotImplementedError
 
 
-def call_void(function: int) -> None:
-    """Call `void f(void)` at an address."""
+def get_now(address: int) -> int:
+    """The int64 at an address that other threads change; in one order with all operations that end in `_now` or `_if`."""
     raise NotImplementedError
 
 
-def call_int(function: int) -> int:
-    """Call `int f(void)` at an address."""
+def swap_now(address: int, value: int) -> int:
+    """Store an int64; returns what was there."""
+    raise NotImplementedError
+
+
+def add_now(address: int, value: int) -> int:
+    """Add to an int64; returns what was there."""
+    raise NotImplementedError
+
+
+def swap_if(address: int, expected: int, value: int) -> int:
+    """Store an int64 if `expected` is there; returns whether it was."""
+    raise NotImplementedError
+
+
+def pause() -> None:
+    """One turn of a loop that waits for another thread."""
+    raise NotImplementedError
+
+
+def call_system(function: int, number: int, a: int, b: int, c: int, d: int, e: int, f: int) -> int:
+    """Call libc's `syscall`, at the address `function`."""
+    raise NotImplementedError
+
+
+def call_1(function: int, a: int) -> None:
+    """Call `void f(int64_t)` at an address."""
     raise NotImplementedError
 
 
