@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -12,7 +13,7 @@ from rich.console import Console
 from seqmoe.profiles.cliutil import DURATION, INTERRUPTED, LINK, SIZE, Command, emit_json, json_option, require
 from seqmoe.profiles.files import check_writable
 from seqmoe.profiles.knobs import Knobs
-from seqmoe.profiles.machine import machine_spec
+from seqmoe.profiles.machine import machine_spec, memory_facts
 from seqmoe.profiles.schema import write_profile
 from seqmoe.profiles.spec import LinkSpec
 
@@ -32,6 +33,9 @@ class Workers:
 
 EXIT_TUNED, EXIT_DEFAULT_KEPT = 0, 3
 LINK_SECONDS = 3.0
+# Runs are forked from a server that has imported, where there is so much room beside the budget, in processes' sizes: the
+# server's own, and what a run changes of the memory that the two share.
+SERVER_SHARE = 2
 DEFAULT_CONTEXT = 2048
 EPILOG = """\b
 Examples:
@@ -115,7 +119,9 @@ def tune_command(
     from seqmoe.autotune.report import Display, plan_summary, print_plan, print_report, summary
     from seqmoe.autotune.search import open_storage
     from seqmoe.autotune.state import JOURNAL, locked, state_folder
-    from seqmoe.autotune.tune import Request, Tuning, plan_tune
+    from seqmoe.autotune.tune import Request, Tuning, plan_tune, room_beside
+    from seqmoe.runtime.jobs_process import run_job
+    from seqmoe.runtime.jobs_server import JobServer
     from seqmoe.runtime.models import model_id, resolve_model
 
     workers, stderr = workers or Workers(), Console(stderr=True)
@@ -147,15 +153,19 @@ def tune_command(
                 print_plan(Console(), request, plan)
             return 0
         display.note(f"memory: {plan.memory_note}")
+        tuning: Tuning | None = None
         state = state or state_folder(probe.spec.digest, plan.question, str(link), context)
-        run = workers.measure or measure
-        tuning = Tuning(request, plan, probe, machine_spec(folder), run, display, metadata.version("seqmoe"))
         try:
-            with locked(state):
+            with locked(state), JobServer() as server:
+                fork = room_beside(plan, memory_facts()) >= SERVER_SHARE * probe.process_bytes
+                run = workers.measure or partial(measure, run=server.run if fork else run_job)
+                tuning = Tuning(request, plan, probe, machine_spec(folder), run, display, metadata.version("seqmoe"))
                 opened = open_storage(storage or str(state / JOURNAL))
                 verdict = tuning.run(opened, _study_prefix(probe.spec.digest, plan, request), resume)
                 write_profile(tuning.profile(), out)
         except KeyboardInterrupt:
+            if tuning is None:
+                raise
             with shielded():
                 profile = write_profile(tuning.profile(interrupted=True), out)
             display.note(f"interrupted; {out} holds the best so far ({profile.evidence.reason}); --resume goes on")

@@ -89,17 +89,17 @@ class Failure:
 
 # (knobs, workload, timeout in seconds) -> outcome; the search and the verdict know no more than this of how a run is made
 Measure = Callable[[Knobs, Workload, float], Measurement | Failure]
+# (job, timeout in seconds) -> what the job's process answered
+RunJob = Callable[[Mapping[str, Any], float], dict[str, Any]]
 
 
-def measure(
-    knobs: Knobs, workload: Workload, timeout_s: float, command: Sequence[str] | None = None
-) -> Measurement | Failure:
-    """Run `workload` with `knobs` in a fresh process (`command`, default the runtime's own worker).
+def measure(knobs: Knobs, workload: Workload, timeout_s: float, run: RunJob = run_job) -> Measurement | Failure:
+    """Run `workload` with `knobs` in a fresh process: one that `run_job` starts, or `JobServer.run` forks.
 
     The process and all its children are gone when this returns or is interrupted.
     """
     start = time.monotonic()
-    result = run_job(workload.job(knobs), timeout_s, command)
+    result = run(workload.job(knobs), timeout_s)
     return outcome_of(result, knobs, time.monotonic() - start)
 
 

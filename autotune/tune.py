@@ -16,18 +16,16 @@ from seqmoe.autotune.search import MAX_TRIALS, Search, TrialReport, study_names
 from seqmoe.autotune.space import Space
 from seqmoe.autotune.validate import Verdict, compare, pairs_that_fit
 from seqmoe.profiles import schema
-from seqmoe.profiles.budget import MIB, EffectiveBudget, budget_for_slots, effective_budget
+from seqmoe.profiles.budget import PROCESS_JITTER_BYTES, EffectiveBudget, budget_for_slots, effective_budget
 from seqmoe.profiles.fingerprint import fingerprint_of
 from seqmoe.profiles.knobs import Knobs
-from seqmoe.profiles.machine import memory_facts
+from seqmoe.profiles.machine import MemoryFacts, memory_facts
 from seqmoe.profiles.sizes import format_bytes, format_duration
 from seqmoe.profiles.spec import LinkSpec, MachineSpec
 
 # The demo fits in any memory, so a share of its experts is kept out of it, or there would be nothing to see.
 DEMOS = ("demo", "demo-xl")
 DEMO_RESIDENCY = 0.35
-# The resident set of a process that has only imported differs by a few MiB from one start to the next.
-PROCESS_JITTER_BYTES = 12 * MIB
 # Of the time that is left after probing: for the search, and for measuring its best few once more. The rest is the verdict's.
 SEARCH_SHARE = 0.45
 CONFIRM_SHARE = 0.10
@@ -101,6 +99,12 @@ def plan_tune(request: Request, probe: Probe) -> Plan:
     space = Space(spec, budget.budget_bytes, request.context, process, usable_threads(), cap)
     question = f"{cap} experts" if cap else f"{asked} bytes" if asked else "all there is"
     return Plan(budget, space, space.default(), note or budget.explanation, question)
+
+
+def room_beside(plan: Plan, memory: MemoryFacts) -> int:
+    """Bytes that this machine leaves beside the budget of the runs, 0 if the budget is all there is."""
+    rooms = [memory.ram_room_bytes, *([memory.cgroup_room_bytes] if memory.cgroup_room_bytes is not None else [])]
+    return max(0, min(rooms) - plan.budget.budget_bytes)
 
 
 def usable_threads() -> int:

@@ -16,7 +16,8 @@ from rich.table import Table
 
 from seqmoe.profiles.schema import Profile, read_profile
 from seqmoe.profiles.sizes import format_bytes
-from seqmoe.runtime.jobs_process import raise_job_error, run_job
+from seqmoe.runtime.jobs_process import raise_job_error
+from seqmoe.runtime.jobs_server import JobServer
 
 ROOT = Path(__file__).resolve().parent.parent
 PROMPT = "Question: Tom has 12 apples. He gives 5 to Anna and buys 8 more. How many apples does Tom have now?\nAnswer:"
@@ -35,11 +36,12 @@ def run(*command: str, accept: tuple[int, ...] = (0,)) -> None:
 def measure(jobs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Every job `REPEATS` times, in turns, so that a machine that slows down does so for all of them."""
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in jobs}
-    for repeat in range(REPEATS):
-        for name in sorted(jobs, reverse=repeat % 2 == 1):
-            result = run_job(jobs[name], timeout_s=300)
-            raise_job_error(result)
-            runs[name].append(result)
+    with JobServer() as server:
+        for repeat in range(REPEATS):
+            for name in sorted(jobs, reverse=repeat % 2 == 1):
+                result = server.run(jobs[name], timeout_s=300)
+                raise_job_error(result)
+                runs[name].append(result)
     return runs
 
 

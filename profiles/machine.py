@@ -43,14 +43,34 @@ def memory_limit_bytes(root: Path = ROOT) -> int | None:
     return found.limit_bytes if found else None
 
 
+_parent_files_bytes = 0
+
+
+def count_as_resident(parent_files_bytes: int) -> None:
+    """Called as a forked process starts: files' pages that its parent has resident count as its own from now on.
+
+    A fork leaves the pages of libraries for the child to map again when it uses them. A process that has imported the
+    libraries itself would have them, and its memory is what is to be planned and reported.
+    """
+    global _parent_files_bytes
+    _parent_files_bytes = parent_files_bytes
+
+
+def resident_files_bytes(root: Path = ROOT) -> int:
+    """The part of the resident set that is files, such as libraries."""
+    return _status(root).get("RssFile", 0)
+
+
 def rss_bytes(root: Path = ROOT) -> int:
     """Resident set of this process now."""
-    return _status(root).get("VmRSS", 0)
+    status = _status(root)
+    return status.get("VmRSS", 0) + max(0, _parent_files_bytes - status.get("RssFile", 0))
 
 
 def peak_rss_bytes(root: Path = ROOT) -> int:
     """Largest resident set that this process has had (VmHWM: unlike ru_maxrss it forgets the parent's)."""
-    return _status(root).get("VmHWM", 0)
+    status = _status(root)
+    return status.get("VmHWM", 0) + max(0, _parent_files_bytes - status.get("RssFile", 0))
 
 
 def memory_facts(root: Path = ROOT) -> MemoryFacts:

@@ -34,16 +34,16 @@ def run_job(job: Mapping[str, Any], timeout_s: float, command: Sequence[str] | N
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True
             )
         except OSError as error:
-            return _error("NotStarted", f"cannot start {command[0]}: {error.strerror}", 1)
+            return process_error("NotStarted", f"cannot start {command[0]}: {error.strerror}", 1)
         try:
             stdout, _ = process.communicate(json.dumps(job).encode(), timeout_s)
         except subprocess.TimeoutExpired:
-            return _error("Timeout", f"took longer than {timeout_s:g} s and was ended", 1)
+            return process_error("Timeout", f"took longer than {timeout_s:g} s and was ended", 1)
         finally:
             _end_group(process)
         size = stderr.seek(0, os.SEEK_END)
         stderr.seek(max(0, size - STDERR_TAIL_BYTES))
-        return _result(process.returncode, stdout, stderr.read())
+        return job_result(process.returncode, stdout, stderr.read())
 
 
 def die_with_parent() -> None:
@@ -69,7 +69,8 @@ def raise_job_error(result: Mapping[str, Any]) -> None:
         raise failure
 
 
-def _result(returncode: int, stdout: bytes, stderr: bytes) -> dict[str, Any]:
+def job_result(returncode: int, stdout: bytes, stderr: bytes) -> dict[str, Any]:
+    """What a job's process said, from its exit code (negative: the signal that ended it) and what it wrote."""
     lines = stdout.decode(errors="replace").strip().splitlines()
     try:
         result = json.loads(lines[-1]) if lines else None
@@ -79,9 +80,9 @@ def _result(returncode: int, stdout: bytes, stderr: bytes) -> dict[str, Any]:
         return result
     if returncode < 0:
         hint = OUT_OF_MEMORY_HINT if returncode == -signal.SIGKILL else ""
-        return _error("Killed", f"ended by {signal.Signals(-returncode).name}{hint}", 128 - returncode)
+        return process_error("Killed", f"ended by {signal.Signals(-returncode).name}{hint}", 128 - returncode)
     last = [line for line in stderr.decode(errors="replace").splitlines() if line.strip()][-1:]
-    return _error("Crashed", f"exit code {returncode}: {''.join(last) or 'no output'}", returncode or 1)
+    return process_error("Crashed", f"exit code {returncode}: {''.join(last) or 'no output'}", returncode or 1)
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
@@ -93,5 +94,6 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
         process.stdout.close()
 
 
-def _error(kind: str, message: str, exit_code: int) -> dict[str, Any]:
+def process_error(kind: str, message: str, exit_code: int) -> dict[str, Any]:
+    """The answer of a job that could not give one itself."""
     return {"error": {"type": kind, "message": message, "exit_code": exit_code}}

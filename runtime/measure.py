@@ -18,7 +18,7 @@ from typing import Any
 from seqmoe.profiles.errors import SeqmoeError, UsageError
 from seqmoe.runtime.jobs_process import die_with_parent
 
-_KEYS = {
+_KEYS: dict[str, type] = {
     "model": str,
     "mode": str,
     "knobs": dict,
@@ -35,12 +35,16 @@ _KEYS = {
     "batched": bool,
 }
 
+_NAMES = {str: "a text", dict: "an object", int: "a whole number", float: "a number", list: "a list", bool: "true or false"}
+
 
 def run(job: Mapping[str, Any]) -> dict[str, Any]:
     """Runs one job in this process and returns its figures. Raises SeqmoeError for what a user can mend."""
     unknown = sorted(set(job) - set(_KEYS))
     if unknown:
         raise UsageError(f"unknown key in the measurement job: {unknown[0]!r} (known: {', '.join(_KEYS)})")
+    for key, value in job.items():
+        _check(key, value)
     from seqmoe.profiles.knobs import Knobs
     from seqmoe.runtime.engine import Engine  # after the job is known to be well-formed: this imports torch
 
@@ -83,6 +87,21 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
             "token_ids": [ids for report in reports for ids in report.token_ids],
             "knobs": knobs.to_dict(),
         }
+
+
+def _check(key: str, value: object) -> None:
+    kind = _KEYS[key]
+    # JSON has one kind of number; True is an int to Python, and to nobody else.
+    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    if value is not None and not fits:
+        raise UsageError(f"{key} in the measurement job must be {_NAMES[kind]}, not {json.dumps(value)[:60]}")
+    if key == "prompts" and isinstance(value, list):
+        for prompt in value:
+            ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+            if not (isinstance(prompt, str) or ids):
+                raise UsageError(
+                    f"prompts in the measurement job are texts or lists of token ids, not {json.dumps(prompt)[:60]}"
+                )
 
 
 def main() -> int:

@@ -133,7 +133,7 @@ def test_errors_are_one_line_and_leave_no_profile(tune, tmp_path, kind, memory, 
         (["--model", "owner/name"], "hub names are not read yet"),
         (["--model", "nothing-here"], "known names are demo, demo-xl"),
         (["--context", "4096"], "more than the 512 tokens"),
-        (["--prompts", "/no/such/file"], "cannot read prompts"),
+        (["--prompts", "/no/such/file"], "cannot be read"),
         (["--nonsense"], "No such option"),
         (["--out", "/"], "is a folder"),
         (["--out", "/proc/none/p.yaml"], "cannot write"),
@@ -187,10 +187,12 @@ SCRIPT = """
 import functools, sys
 from seqmoe.autotune.cli import Workers, tune_command
 from seqmoe.autotune.measure import measure
+from seqmoe.runtime.jobs_process import run_job
 sys.path.insert(0, sys.argv[1])
 from test_tune_cli import in_process
 worker = (sys.executable, "-S", sys.argv[1] + "/fake_tune_worker.py", sys.argv[2])
-tune_command.main(sys.argv[3:], obj=Workers(functools.partial(measure, command=worker), in_process("better").probe))
+run = functools.partial(run_job, command=worker)
+tune_command.main(sys.argv[3:], obj=Workers(functools.partial(measure, run=run), in_process("better").probe))
 """
 
 

@@ -1,5 +1,6 @@
 """The search against a machine that is a formula (the fake worker's), on real Optuna storages."""
 
+import functools
 import importlib.util
 import math
 import random
@@ -17,6 +18,7 @@ from seqmoe.autotune.space import Space
 from seqmoe.profiles.errors import BudgetError, SeqmoeError
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.spec import ModelSpec
+from seqmoe.runtime.jobs_process import run_job
 
 HERE = Path(__file__).parent
 WORKER = str(HERE / "fake_tune_worker.py")
@@ -224,7 +226,7 @@ def command(kind):
 
 
 def test_one_run_in_a_process_of_its_own():
-    found = measure(Knobs(slots=30), WORK, 60, command("flat"))
+    found = measure(Knobs(slots=30), WORK, 60, functools.partial(run_job, command=command("flat")))
     assert isinstance(found, Measurement)
     assert (found.slots, found.steps, len(found.token_ids), found.knobs) == (30, 8, 2, Knobs(slots=30))
     assert found.seconds_per_token == pytest.approx(0.02, rel=0.1)
@@ -243,7 +245,7 @@ def test_one_run_in_a_process_of_its_own():
     ],
 )  # fmt: skip
 def test_a_run_that_fails_says_how(args, kind, message, exit_code):
-    found = measure(Knobs(slots=30, queue_depth=32), WORK, 60, args)
+    found = measure(Knobs(slots=30, queue_depth=32), WORK, 60, functools.partial(run_job, command=args))
     assert isinstance(found, Failure)
     assert found.kind == kind and message in found.message
     assert found.error().exit_code == exit_code or exit_code == 1
@@ -251,6 +253,7 @@ def test_a_run_that_fails_says_how(args, kind, message, exit_code):
 
 def test_a_run_that_hangs_is_ended():
     started = time.monotonic()
-    found = measure(Knobs(slots=30), WORK, 0.5, (sys.executable, "-c", "import time; time.sleep(60)"))
+    sleeper = (sys.executable, "-c", "import time; time.sleep(60)")
+    found = measure(Knobs(slots=30), WORK, 0.5, functools.partial(run_job, command=sleeper))
     assert isinstance(found, Failure) and found.kind == "timeout"
     assert time.monotonic() - started < 10
