@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqmoe.profiles import machine
-from seqmoe.profiles.cliutil import Command, emit_json, json_option
+from seqmoe.profiles.cliutil import SIZE, Command, emit_json, json_option, require
 from seqmoe.profiles.errors import SeqmoeError
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.sizes import format_bytes
@@ -42,13 +42,14 @@ class Finding:
 
 @click.command("doctor", cls=Command, epilog="Examples: seqmoe doctor; seqmoe doctor --model demo-xl --json")
 @click.option("--model", help="Also look at this model: does it open, does it fit?")
-@click.option("--memory", help="With --model: the memory that it is to run in, such as 6GiB.")
+@click.option("--memory", type=SIZE, help="With --model: the memory that it is to run in, such as 6GiB.")
 @json_option
-def doctor_command(model: str | None, memory: str | None, as_json: bool) -> int:
+def doctor_command(model: str | None, memory: int | None, as_json: bool) -> int:
     """What this machine has, every limit that will matter, and what will not work here and why.
 
     Exit 0 when seqmoe can run here, 1 when something that it needs is missing.
     """
+    require(memory is None or model is not None, "--memory says what --model is to run in: give both")
     findings = list(examine(model, memory))
     problems = [f for f in findings if f.level == "problem"]
     if as_json:
@@ -58,7 +59,7 @@ def doctor_command(model: str | None, memory: str | None, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def examine(model: str | None = None, memory: str | None = None) -> Iterator[Finding]:
+def examine(model: str | None = None, memory_bytes: int | None = None) -> Iterator[Finding]:
     """All findings; a check that breaks is itself a finding."""
     from seqmoe.runtime.demo_xl import default_cache_dir
 
@@ -72,7 +73,7 @@ def examine(model: str | None = None, memory: str | None = None) -> Iterator[Fin
         ("compiler", compiler),
     ]
     if model is not None:
-        checks.append(("model", lambda: model_fits(model, memory)))
+        checks.append(("model", lambda: model_fits(model, memory_bytes)))
     for name, check in checks:
         try:
             yield from check()
@@ -219,11 +220,10 @@ def compiler() -> Iterator[Finding]:
         )
 
 
-def model_fits(model: str, memory: str | None) -> Iterator[Finding]:
+def model_fits(model: str, memory_bytes: int | None) -> Iterator[Finding]:
     """Does the checkpoint open, and what does it take?"""
     from seqmoe.autotune.probe import probe_model
     from seqmoe.profiles.budget import effective_budget, plan_memory
-    from seqmoe.profiles.sizes import parse_bytes
     from seqmoe.runtime.models import resolve_model
 
     try:
@@ -235,7 +235,7 @@ def model_fits(model: str, memory: str | None) -> Iterator[Finding]:
         works, why = direct_io_works(folder) if os.access(folder, os.W_OK) else (True, "")
         if not works:
             yield Finding("note", "model's disk", why, "its experts are read through the page cache")
-        budget = effective_budget(parse_bytes(memory, "--memory") if memory else None, machine.memory_facts())
+        budget = effective_budget(memory_bytes, machine.memory_facts())
         context = min(2048, spec.max_context or 2048)
         plan = plan_memory(budget.budget_bytes, spec, context, 1, Knobs(), probe.process_bytes)
         share = f"{plan.slots} of {plan.total_experts} experts ({plan.residency:.0%})"

@@ -12,7 +12,10 @@ LAZY = {
         "seqmoe.autotune.doctor:doctor_command",
         "Say what this machine has, and what will not work here and why.",
     ),
+    "eval": ("seqmoe.predictors.eval_cli:eval_command", "Recall, calibration and lead time of predictors on a trace."),
     "profile": ("seqmoe.autotune.profile_cli:profile_group", "Show, explain, verify and compare deployment profiles."),
+    "trace": ("seqmoe.predictors.trace_cli:trace_group", "Import, collect and describe routing traces."),
+    "train": ("seqmoe.predictors.train_cli:train_command", "Train a sequence predictor on routing traces."),
 }
 EPILOG = """\b
 Examples:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqmoe.profiles.errors import UsageError
+from seqmoe.profiles.files import read_lines
 
 SEARCH = (
     "The old lighthouse keeper climbed the stairs every evening, and when he reached the top he",
@@ -23,12 +24,7 @@ def load_prompts(path: Path | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """(to search with, held out): the built-in ones, or every other non-empty line of the file. Raises UsageError."""
     if path is None:
         return SEARCH, HELD_OUT
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or 'not text in UTF-8'}"
-        ) from None
+    lines = read_lines(path, "--prompts")
     if len(lines) < 2:
         raise UsageError(f"{path} must hold at least 2 prompts, one a line (half to search with, half for the verdict)")
     return tuple(lines[::2]), tuple(lines[1::2])

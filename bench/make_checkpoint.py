@@ -1,6 +1,6 @@
 """Write a synthetic Qwen3-MoE checkpoint of any geometry: random weights, real bytes, for routing replay and benchmarks.
 
-    python bench/make_checkpoint.py OUT --like-trace ../shared/traces/gpt-oss-20b/routing.npz --expert-mib 9
+    python bench/make_checkpoint.py OUT --like-trace routing.npz --expert-mib 9
     python bench/make_checkpoint.py OUT --layers 8 --experts 64 --top-k 4 --hidden 1024 --expert-mib 4
 
 It streams: RAM holds one tensor at a time. Nothing is left when it fails or is interrupted.

@@ -30,6 +30,16 @@ _UNREADABLE = (
 )
 
 
+@dataclass(frozen=True)
+class TraceMeta:
+    """Where a trace comes from; empty strings where that is not known."""
+
+    model_digest: str = ""  # of the checkpoint's headers
+    model_name: str = ""
+    source: str = ""  # the prompts, the file that was imported, ...
+    path: str = ""  # the file that the trace was read from; for messages
+
+
 @dataclass(frozen=True, eq=False)
 class Trace:
     """What a router chose in a number of sequences, laid end to end (S steps, L MoE layers, k experts a token).
@@ -37,6 +47,7 @@ class Trace:
     The arrays are read-only and the sequences tile the steps: sequence i is the rows `seq_start[i]` to
     `seq_start[i] + seq_len[i] - 1`, and sequence i + 1 begins on the next row. A step's row number times L plus the
     layer is its position. Raises UsageError, naming the field and the place, for anything that cannot be a trace.
+    Router inputs are large and may be memory-mapped: only their shape and type are looked at.
     """
 
     expert_ids: NDArray[np.int16]  # [S, L, k], best first, distinct within a step's layer
@@ -45,6 +56,8 @@ class Trace:
     seq_start: NDArray[np.int64]  # [n]
     seq_len: NDArray[np.int64]  # [n], at least 1
     num_experts: int
+    router_inputs: NDArray[np.float16] | NDArray[np.uint16] | None = None  # [S, L, H]; uint16: the bits of bfloat16
+    meta: TraceMeta = TraceMeta()
 
     def __post_init__(self) -> None:
         for name in ("expert_ids", "seq_start", "seq_len"):
@@ -56,6 +69,7 @@ class Trace:
         _check_ids(self.expert_ids, self.num_experts)
         object.__setattr__(self, "expert_ids", _as_dtype(self.expert_ids, np.dtype(np.int16)))
         _check_companions(self.expert_ids.shape, self.expert_weights, self.tokens)
+        _check_router_inputs(self.expert_ids.shape, self.router_inputs)
         _check_tiling(self.seq_start, self.seq_len, self.num_steps)
 
     @property
@@ -100,7 +114,42 @@ class Trace:
             raise UsageError(f"layer {layer} is not in the trace, which has {self.num_layers} (0 to L-1)")
         part = slice(layer, layer + 1)
         weights = None if self.expert_weights is None else self.expert_weights[:, part]
-        return Trace(self.expert_ids[:, part], weights, self.tokens, self.seq_start, self.seq_len, self.num_experts)
+        inputs = None if self.router_inputs is None else self.router_inputs[:, part]
+        ids = self.expert_ids[:, part]
+        return Trace(ids, weights, self.tokens, self.seq_start, self.seq_len, self.num_experts, inputs, self.meta)
+
+    def shuffled(self, seed: int) -> "Trace":
+        """The same steps in a random order within each sequence (the paper's control: no temporal order is left)."""
+        rng = np.random.default_rng(seed)
+        parts = [s + rng.permutation(n) for s, n in zip(self.seq_start.tolist(), self.seq_len.tolist(), strict=True)]
+        return self._rows(np.concatenate(parts), self.seq_len)
+
+    def router_input(self, layer: int, rows: "slice | NDArray[np.int64]" = slice(None)) -> NDArray[np.float32]:
+        """Router inputs [rows, H] of one layer as float32; reads those rows only. UsageError where there are none, or
+        where one is not finite."""
+        if self.router_inputs is None:
+            raise UsageError(f"{self._name()}router_inputs are not in this trace; collect it with router inputs")
+        part = np.ascontiguousarray(self.router_inputs[rows, layer])
+        values = (part.astype(np.uint32) << 16).view(np.float32) if part.dtype == np.uint16 else part.astype(np.float32)
+        if not np.isfinite(values).all():
+            raise UsageError(f"{self._name()}router_inputs of layer {layer} hold values that are not finite")
+        return values
+
+    def check_model(self, digest: str, num_layers: int, num_experts: int, top_k: int) -> None:
+        """UsageError, naming file, field and expected value, unless the trace is of this model. An empty digest, here
+        or there, is not compared."""
+        for field, got, expected in (
+            ("layers", self.num_layers, num_layers),
+            ("experts", self.num_experts, num_experts),
+            ("k", self.top_k, top_k),
+            ("model_digest", self.meta.model_digest or digest, digest or self.meta.model_digest),
+        ):
+            if got != expected:
+                made = f" (it was made for {self.meta.model_name})" if self.meta.model_name else ""
+                raise UsageError(f"{self._name()}{field} is {got}, expected {expected}: a trace of another model{made}")
+
+    def _name(self) -> str:
+        return f"{self.meta.path}: " if self.meta.path else ""
 
     def popularity(self) -> NDArray[np.int64]:
         """How often each expert was chosen: counts by flat id, shape [L * E]."""
@@ -126,7 +175,9 @@ class Trace:
     def _rows(self, rows: "slice | NDArray[np.int64]", seq_len: NDArray[np.int64]) -> "Trace":
         weights = None if self.expert_weights is None else self.expert_weights[rows]
         tokens = None if self.tokens is None else self.tokens[rows]
-        return Trace(self.expert_ids[rows], weights, tokens, _starts(seq_len), seq_len, self.num_experts)
+        inputs = None if self.router_inputs is None else self.router_inputs[rows]
+        start = _starts(seq_len)
+        return Trace(self.expert_ids[rows], weights, tokens, start, seq_len, self.num_experts, inputs, self.meta)
 
 
 def read_npz(path: str | Path, num_experts: int | None = None) -> Trace:
@@ -139,12 +190,12 @@ def read_npz(path: str | Path, num_experts: int | None = None) -> Trace:
     path = Path(path)
     arrays = _load_arrays(path)
     try:
-        return _build(arrays, num_experts)
+        return _build(arrays, num_experts, TraceMeta(source=path.name, path=str(path)))
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 
 
-def _build(arrays: dict[str, np.ndarray], num_experts: int | None) -> Trace:
+def _build(arrays: dict[str, np.ndarray], num_experts: int | None, meta: TraceMeta) -> Trace:
     for key in ("expert_ids", "seq_start", "seq_len"):
         if key not in arrays:
             raise UsageError(f"array {key} is missing; of the known ones the file has {', '.join(arrays) or 'none'}")
@@ -158,12 +209,12 @@ def _build(arrays: dict[str, np.ndarray], num_experts: int | None) -> Trace:
         num_experts = _scalar("num_experts", arrays["num_experts"])
     if num_experts is None:
         num_experts = max(1, int(ids.max(initial=0)) + 1)
-    rows = _sequence_rows(start, length, len(ids))
+    rows = sequence_rows(start, length, len(ids))
     if rows is not None:
         ids = ids[rows]
         weights = None if weights is None else weights[rows]
         tokens = None if tokens is None else tokens[rows]
-    return Trace(ids, weights, tokens, _starts(length), length.astype(np.int64), num_experts)
+    return Trace(ids, weights, tokens, _starts(length), length.astype(np.int64), num_experts, None, meta)
 
 
 def _load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -190,7 +241,7 @@ def _scalar(name: str, array: np.ndarray) -> int:
     return int(array.reshape(-1)[0])
 
 
-def _sequence_rows(start: np.ndarray, length: np.ndarray, steps: int) -> NDArray[np.int64] | None:
+def sequence_rows(start: np.ndarray, length: np.ndarray, steps: int) -> NDArray[np.int64] | None:
     """The rows that the sequences name, in their order; None when that is simply all rows."""
     _check_integers("seq_start", start, 1)
     _check_integers("seq_len", length, 1)
@@ -282,6 +333,15 @@ def _check_companions(shape: tuple[int, ...], weights: np.ndarray | None, tokens
             raise UsageError(f"expert_weights[{step}, {layer}, {j}] is {value}, must be finite and not negative")
     if tokens is not None and tokens.shape != shape[:1]:
         raise UsageError(f"tokens has shape {list(tokens.shape)}, expert_ids has {shape[0]} steps")
+
+
+def _check_router_inputs(shape: tuple[int, ...], inputs: np.ndarray | None) -> None:
+    if inputs is None:
+        return
+    if inputs.dtype not in (np.float16, np.uint16):
+        raise UsageError(f"router_inputs must be float16 or bfloat16 (as uint16), got {inputs.dtype}")
+    if inputs.ndim != 3 or inputs.shape[:2] != shape[:2] or not inputs.shape[2]:
+        raise UsageError(f"router_inputs has shape {list(inputs.shape)}, expected {[*shape[:2], 'hidden size']}")
 
 
 def _check_tiling(seq_start: np.ndarray, seq_len: np.ndarray, steps: int) -> None:

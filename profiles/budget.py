@@ -21,8 +21,9 @@ RESERVE_BYTES = 512 * MIB
 RESERVE_SHARE = 0.10
 # A prompt goes through the model in pieces of this many tokens, so that activations do not grow with it.
 PREFILL_TOKENS = 512
-# A process with torch, Transformers and our kernels imported, for predictions made before such a process has run.
-TYPICAL_PROCESS_BYTES = 640 * MIB
+# The resident set of a process that has only imported differs by a few MiB from one start to the next: the smallest
+# budget that an error names must work when it is tried.
+PROCESS_JITTER_BYTES = 12 * MIB
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,18 @@ def min_slots(spec: ModelSpec) -> int:
 def activation_bytes(spec: ModelSpec, tokens: int, context_tokens: int, batch: int) -> int:
     """Upper estimate of a forward pass's working memory for `tokens` at once in each of `batch` sequences.
 
-    In float32: a dozen hidden-sized tensors, one result for each (token, chosen expert) pair, the mask that a padded batch
-    needs, and three copies of the last token's logits.
+    In float32: a dozen hidden-sized tensors, the mask that a padded batch needs, three copies of the last token's logits;
+    and what the expert kernels take, at least one result for each (token, chosen expert) pair.
     """
-    hidden = batch * tokens * spec.hidden_size * 4 * (12 + spec.top_k)
+    hidden = batch * tokens * spec.hidden_size * 4 * 12
+    experts = batch * tokens * max(spec.kernel_bytes_per_token, spec.hidden_size * 4 * spec.top_k) + spec.kernel_bytes
     mask = batch * tokens * context_tokens if batch > 1 else 0
-    return hidden + mask + 3 * batch * spec.vocab_size * 4
+    return hidden + experts + mask + 3 * batch * spec.vocab_size * 4
+
+
+def prefill_tokens(spec: ModelSpec, context_tokens: int) -> int:
+    """Most tokens of a sequence in one forward pass."""
+    return context_tokens if spec.whole_prefill else min(context_tokens, PREFILL_TOKENS)
 
 
 def plan_memory(
@@ -107,27 +114,26 @@ def plan_memory(
     batch: int,
     knobs: Knobs,
     process_bytes: int,
-    prefill_tokens: int = PREFILL_TOKENS,
 ) -> MemoryPlan:
     """Slots that `budget_bytes` holds, all else paid. `process_bytes`: RSS of a process that has imported everything.
 
-    `prefill_tokens`: most tokens of a sequence in one forward pass. `knobs.slots` is kept when it fits.
+    `knobs.slots` is kept when it fits.
     Raises BudgetError that names the smallest budget that works.
     """
     parts = {
         "dense_bytes": spec.dense_bytes,
-        "kv_bytes": batch * (context_tokens * spec.kv_bytes_per_token + spec.state_bytes),
-        # Records land in their slots directly; this is for buffered reads and what the kernel has under way.
-        "read_buffer_bytes": knobs.queue_depth * min(knobs.read_chunk_bytes, spec.slot_bytes),
+        "kv_bytes": batch * (context_tokens * (spec.kv_bytes_per_token + spec.window_bytes_per_token) + spec.state_bytes),
+        # Direct reads land in their slots; others go through the page cache, which is dropped behind them.
+        "read_buffer_bytes": 0 if knobs.direct_io else knobs.queue_depth * min(knobs.read_chunk_bytes, spec.slot_bytes),
         "interpreter_bytes": process_bytes,
-        "activation_bytes": activation_bytes(spec, min(prefill_tokens, context_tokens), context_tokens, batch),
+        "activation_bytes": activation_bytes(spec, prefill_tokens(spec, context_tokens), context_tokens, batch),
     }
     fixed = sum(parts.values())
     margin = max(MARGIN_BYTES, int(budget_bytes * MARGIN_SHARE))
     fit = min(spec.total_experts, (budget_bytes - fixed - margin) // spec.slot_bytes)
     least = min_slots(spec)
     if fit < least:
-        need = smallest_budget(fixed + least * spec.slot_bytes)
+        need = smallest_budget(fixed + least * spec.slot_bytes + PROCESS_JITTER_BYTES)
         raise BudgetError(
             f"a memory budget of {format_bytes(budget_bytes)} is too small for {spec.name}: the smallest that works is "
             f"{need // MIB}MiB (weights besides experts {format_bytes(spec.dense_bytes)}, process {format_bytes(process_bytes)}, "

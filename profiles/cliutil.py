@@ -1,14 +1,17 @@
 """What all the command line tools share: errors as one line with an exit code, `--json`, options made from `Knobs`."""
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import click
 
 from seqmoe.profiles.errors import SeqmoeError, UsageError
+from seqmoe.profiles.files import write_error
 from seqmoe.profiles.knobs import KnobInfo, Knobs, knob_infos
 from seqmoe.profiles.sizes import parse_bytes, parse_duration
 from seqmoe.profiles.spec import LinkSpec
@@ -40,8 +43,15 @@ class _OneLine:
             fail("Interrupted", "interrupted", INTERRUPTED, as_json)
         except BrokenPipeError:
             # The reader of our output has gone (`| head`): no complaint, and none from Python's own flush at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _mute_stdout()
             sys.exit(0)
+        except OSError as error:
+            # Every file that is named by the user is looked after where it is used: what is left is our own output.
+            failure = write_error(Path(error.filename or "the output"), error)
+            _mute_stdout()
+            fail(type(failure).__name__, str(failure), failure.exit_code, as_json)
+        except MemoryError:
+            fail("SeqmoeError", "out of memory", SeqmoeError.exit_code, as_json)
 
 
 class Command(_OneLine, click.Command):  # type: ignore[misc]  # main never returns, click's may
@@ -79,6 +89,11 @@ class Group(_OneLine, click.Group):  # type: ignore[misc]
             rows.append((name, known[1] if known else command.get_short_help_str(80) if command else ""))
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def _mute_stdout() -> None:
+    with contextlib.suppress(OSError, ValueError):  # ValueError: standard output is no file of the system's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(kind: str, message: str, exit_code: int, as_json: bool) -> NoReturn:
@@ -128,11 +143,17 @@ def json_option(function: _Function) -> _Function:
     return click.option("--json", "as_json", is_flag=True, help=text)(function)
 
 
-def knob_options(function: _Function) -> _Function:
-    """One option for each knob (--read-threads, --policy, ...), all None when not given; see `knobs_from_options`."""
-    for info in reversed(knob_infos()):
-        function = _knob_option(info)(function)
-    return function
+def knob_options(*, without: Sequence[str] = ()) -> Callable[[_Function], _Function]:
+    """One option for each knob but those `without` (--read-threads, --direct-io, ...), all None when not given; see
+    `knobs_from_options`."""
+
+    def add(function: _Function) -> _Function:
+        for info in reversed(knob_infos()):
+            if info.name not in without:
+                function = _knob_option(info)(function)
+        return function
+
+    return add
 
 
 def knobs_from_options(options: dict[str, Any], base: Knobs | None = None) -> Knobs:
@@ -145,8 +166,10 @@ def _knob_option(info: KnobInfo) -> Callable[[_Function], _Function]:
     flag = "--" + info.name.replace("_", "-").removesuffix("-bytes")
     default = "as many as fit" if info.name == "slots" else "one per core" if info.default is None else info.default
     if info.name.endswith("_bytes"):
-        default = f"{info.default >> 10}KiB"
-    text = f"{info.help[:1].upper()}{info.help[1:].split('; null')[0]}. [default: {str(default).lower()}]"
+        default = f"{info.default >> 20}MiB"
+    elif info.type is bool:
+        default = "on" if info.default else "off"
+    text = f"{info.help[:1].upper()}{info.help[1:].split('; null')[0]}. [default: {default}]"
     if info.type is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", info.name, default=None, help=text)
     kind: Any = SIZE if info.name.endswith("_bytes") else click.Choice(info.choices) if info.type is str else click.INT

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from seqmoe.profiles.errors import DiskSpaceError, SeqmoeError, UsageError
 
+MAX_TEXT_BYTES = 16 << 20  # of a file of prompts
+
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace `path` by `text`: temporary file beside it, fsync, rename. A reader sees the old or the new, never a part."""
@@ -39,6 +41,20 @@ def write_atomic(path: Path, text: str) -> None:
                 os.unlink(temporary)
 
 
+def read_lines(path: Path, what: str) -> list[str]:
+    """The lines of a text file that are not empty, without what surrounds them; UsageError that begins with `what`."""
+    try:
+        with open(path, "rb") as file:  # a pipe is fine, an endless one is not
+            data = file.read(MAX_TEXT_BYTES + 1)
+        if len(data) > MAX_TEXT_BYTES:
+            raise UsageError(f"{what} {path}: more than {MAX_TEXT_BYTES >> 20} MiB")
+        lines = [line.strip() for line in data.decode("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not text in UTF-8"
+        raise UsageError(f"{what} {path}: cannot be read as text: {reason}") from None
+    return [line for line in lines if line]
+
+
 def check_writable(path: Path) -> None:
     """UsageError now, rather than after all the work, where `path` cannot be written later. Makes its folder."""
     try:
@@ -47,6 +63,8 @@ def check_writable(path: Path) -> None:
         raise write_error(path, error) from None
     if path.is_dir():
         raise UsageError(f"{path} is a folder; give a file name, such as {path / 'profile.yaml'}")
+    if path.exists() and not path.is_file():  # a device or a pipe would be replaced by a file
+        raise UsageError(f"{path} is no regular file; give another name")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UsageError(f"cannot write {path}: no permission in {path.parent}")
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from seqmoe.profiles.errors import ProfileError, UsageError
 from seqmoe.profiles.files import write_atomic
 from seqmoe.profiles.knobs import KnobInfo, Knobs, knob_infos, nearest
+from seqmoe.profiles.spec import LinkSpec
 from seqmoe.profiles.yamlfile import dump_commented, load_yaml, one_line
 
 API_VERSION = "seqmoe.dev/v1alpha1"
@@ -215,8 +216,9 @@ def parse_profile(content: dict[str, Any], where: str) -> Profile:
         # Through JSON, so that a list counts as a tuple while types stay strict.
         profile = Profile.model_validate_json(json.dumps(content))
         profile.to_knobs()
+        LinkSpec.parse(profile.target.workload.link)
         return profile
-    except UsageError as error:  # what a knob demands beyond its type and range
+    except UsageError as error:  # what a knob or a link demands beyond its type and range
         raise ProfileError(f"{where}: {error}") from None
     except ValidationError as error:
         raise ProfileError(f"{where}: {_first_problem(error, content)}") from None

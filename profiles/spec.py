@@ -24,16 +24,24 @@ class ModelSpec:
     record_bytes: int
     slot_bytes: int
     dense_bytes: int  # every weight that is not an expert's
-    kv_bytes_per_token: int  # of one sequence
-    state_bytes: int  # per sequence: recurrent state of linear-attention layers
+    kv_bytes_per_token: int  # of one sequence, where the cache grows with it
+    state_bytes: int  # per sequence: recurrent states and sliding windows, which do not grow
     dtype: str
     max_context: int
     vocab_size: int = 0  # 0 = not known; the budget then leaves the logits to its margin
+    window_bytes_per_token: int = 0  # of one sequence, in sliding-window layers: the captured decode step keeps all of it
+    kernel_bytes: int = 0  # working memory of the expert kernels, whatever the number of tokens
+    kernel_bytes_per_token: int = 0  # and for each token of a forward pass
 
     @property
     def total_experts(self) -> int:
         """Number of records, L * E."""
         return self.num_layers * self.num_experts
+
+    @property
+    def whole_prefill(self) -> bool:
+        """A prompt goes through the model in one piece: it cannot go through recurrent or sliding-window layers in several."""
+        return self.state_bytes > 0
 
     @property
     def experts_bytes(self) -> int:

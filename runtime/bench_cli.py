@@ -23,6 +23,7 @@ from seqmoe.profiles.cliutil import (
     require,
 )
 from seqmoe.profiles.errors import UsageError
+from seqmoe.profiles.files import check_writable, read_lines, write_atomic, write_error
 from seqmoe.runtime.bench import FIGURES, MODES, ArmResult, BenchResult, Spread, plan_arms, run_bench
 from seqmoe.runtime.jobs_process import run_job
 from seqmoe.runtime.models import resolve_model
@@ -53,7 +54,7 @@ DEFAULT_PROMPTS = (
 @click.option("--timeout", type=DURATION, default="20m", help="For one run.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON to this file too.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a plot to this PNG file.")
-@knob_options
+@knob_options(without=("policy", "slots"))  # --modes and --residency say these
 @json_option
 @click.pass_context
 def bench_command(
@@ -79,15 +80,15 @@ def bench_command(
 
     Exits with 1 when an arm failed (the table says why) or when arms gave different tokens.
     """
-    require(knobs["policy"] is None, "bench takes policies through --modes, not --policy")
-    require(knobs["slots"] is None, "bench takes slots through --residency, not --slots")
     require(replay is None or replay.is_file(), f"--replay {replay}: no such file")
     for target in (out, plot):  # found out before an hour of measuring, not after
-        require(target is None or target.absolute().parent.is_dir(), f"{target}: its folder does not exist")
+        if target is not None:
+            check_writable(target)
     given = context_.get_parameter_source("residency") != click.core.ParameterSource.DEFAULT
     shares = [] if memory is not None and not given else _numbers(residency)
     arms = plan_arms([mode.strip() for mode in modes.split(",") if mode.strip()], shares)
     require(bool(arms), f"--modes is empty; it takes {', '.join(MODES)}")
+    require(replay is not None or all(arm.mode != "belady" for arm in arms), "mode belady needs --replay: it knows the future")
     texts = read_prompts(prompts) if prompts else list(DEFAULT_PROMPTS)
     console = Console(stderr=True)
     job: dict[str, Any] = {
@@ -112,11 +113,14 @@ def bench_command(
             lambda done, total, label: bar.update(task, completed=done, total=total, description=label or "done"),
         )
     if out:
-        out.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+        write_atomic(out, json.dumps(result.to_dict(), indent=1) + "\n")
     if plot:
         from seqmoe.runtime.bench_plot import plot_bench  # matplotlib takes a second to import
 
-        plot_bench(result, plot)
+        try:
+            plot_bench(result, plot)
+        except OSError as error:
+            raise write_error(plot, error) from None
     printer = console if as_json else Console()
     if not printer.is_terminal:
         printer = Console(width=140, stderr=as_json)  # for a file or a pipe: a table's rows on one line each
@@ -130,10 +134,7 @@ def bench_command(
 
 def read_prompts(path: Path) -> list[str]:
     """The lines of a text file that are not empty. Raises UsageError."""
-    try:
-        prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {path}: cannot be read as text ({error})") from None
+    prompts = read_lines(path, "--prompts")
     require(bool(prompts), f"--prompts {path}: no prompt in it; it takes one a line")
     return prompts
 

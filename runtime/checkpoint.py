@@ -18,6 +18,8 @@ from seqmoe.profiles.errors import CheckpointError
 from seqmoe.profiles.spec import ModelSpec
 from seqmoe.runtime.facts import ModelFacts, observe
 from seqmoe.runtime.headers import Headers, TensorEntry, read_headers
+from seqmoe.runtime.kernels.experts_cpu import workspace_bytes
+from seqmoe.runtime.kernels.plan import make_plan
 from seqmoe.runtime.layout import InexpressibleError, Piece, RecordLayout, SymbolicTensor, View, split_by_expert
 from seqmoe.runtime.meta import (
     build_meta_model,
@@ -134,8 +136,11 @@ class Checkpoint:
         return int(getattr(self.config.get_text_config(), "max_position_embeddings", 0))
 
     def spec(self, slot_bytes: int) -> ModelSpec:
-        """The sizes that budgets and profiles need; `slot_bytes` comes from the record plan."""
-        facts = self.facts
+        """The sizes that budgets and profiles need; `slot_bytes` comes from the record plan.
+
+        CheckpointError for experts that the kernels cannot compute.
+        """
+        facts, kernels = self.facts, self._kernel_bytes()
         return ModelSpec(
             name=self.folder.resolve().name,
             model_type=str(self.config.model_type),
@@ -149,10 +154,23 @@ class Checkpoint:
             dense_bytes=self.dense_bytes,
             kv_bytes_per_token=facts.kv_bytes_per_token,
             state_bytes=facts.state_bytes,
+            window_bytes_per_token=facts.window_bytes_per_token,
+            kernel_bytes=kernels[0],
+            kernel_bytes_per_token=kernels[1],
             dtype=str(self.dtype).removeprefix("torch."),
             max_context=self.max_context,
             vocab_size=int(getattr(self.config.get_text_config(), "vocab_size", 0)),
         )
+
+    def _kernel_bytes(self) -> tuple[int, int]:
+        """Working memory of the expert kernels: a part that is always there, and one for each token of a pass."""
+        plans = [make_plan(self.layout, self.meta_model.get_submodule(name), self.dtype) for name in self.moe_modules]
+        few, many = (
+            max(workspace_bytes(plan, tokens, self.facts.top_k, torch.get_num_threads()) for plan in plans)
+            for tokens in (4096, 8192)  # beyond what has a limit of its own
+        )
+        per_token = -(-(many - few) // 4096)
+        return max(0, few - 4096 * per_token), per_token
 
     def full_digest(self) -> str:
         """SHA-256 of config.json and of all bytes of all files; reads everything."""

@@ -94,7 +94,7 @@ def _model_folder(profile: Profile, profile_path: Path, given: str | None) -> st
     from seqmoe.runtime.models import resolve_model
 
     if given is not None:
-        return given
+        return str(resolve_model(given))
     name = profile.target.model.id
     beside = profile_path.parent / Path(name).name  # its own folder, whatever the name says
     if (beside / "config.json").is_file():
@@ -122,6 +122,7 @@ def _open(engine_class: Any, profile: Profile, checkpoint: Any) -> Any:
 
 
 def _answer(engine: Any, prompt: str, max_new_tokens: int, sampling: dict[str, Any], seed: int, as_json: bool) -> int:
+    engine.encode([prompt])  # what is wrong with it is said before anything is written
     streamer = None if as_json else _streamer(engine.tokenizer)
     if streamer is not None:
         click.echo(prompt, nl=False)

@@ -186,11 +186,7 @@ class Engine:
         budget = effective_budget(memory_bytes, memory_facts())
         if memory_bytes is not None and budget.budget_bytes < memory_bytes:
             log.warning("memory budget is %s", budget.explanation)
-        # A prompt cannot go through recurrent or sliding-window layers in pieces, see `generate`.
-        prefill = context if spec.state_bytes else min(context, PREFILL_TOKENS)
-        return plan_memory(
-            budget.budget_bytes, spec, context, batch, knobs, rss_bytes(), prefill_tokens=prefill
-        )
+        return plan_memory(budget.budget_bytes, spec, context, batch, knobs, rss_bytes())
 
     def _start_cached(
         self,
@@ -237,8 +233,11 @@ class Engine:
         if self._tokenizer is None:
             try:
                 tokenizer = AutoTokenizer.from_pretrained(self.checkpoint.folder)
-            except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+                known = len(tokenizer.get_vocab()) - len(tokenizer.get_added_vocab())
+            except Exception as error:  # noqa: BLE001 (the tokenizers library raises plain Exception for a damaged file)
                 raise UsageError(f"{self.checkpoint.folder}: no tokenizer could be loaded: {_first_line(error)}") from None
+            if known <= 0:  # without any file Transformers makes an empty one
+                raise UsageError(f"{self.checkpoint.folder}: there is no tokenizer; give prompts as token ids")
             tokenizer.padding_side = "left"
             if tokenizer.pad_token_id is None:
                 tokenizer.pad_token = tokenizer.eos_token
@@ -247,7 +246,7 @@ class Engine:
 
     def encode(self, prompts: Sequence[str | Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and attention mask, int64 [batch, longest], padded on the left; token ids pass as they are."""
-        ids = [self.tokenizer(p)["input_ids"] if isinstance(p, str) else list(p) for p in prompts]
+        ids = [self._token_ids(prompt) for prompt in prompts]
         if not ids or min(len(row) for row in ids) == 0:
             raise UsageError("a prompt must have at least one token")
         longest = max(len(row) for row in ids)
@@ -255,6 +254,20 @@ class Engine:
         rows = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], dtype=torch.long)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], dtype=torch.long)
         return rows, mask
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise UsageError("a prompt must be text in UTF-8") from None
+            return list(self.tokenizer(prompt)["input_ids"])
+        ids = list(prompt)
+        size = self.model.get_input_embeddings().weight.shape[0]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < size:
+                raise UsageError(f"token ids must be whole numbers from 0 to {size - 1}, got {token!r}")
+        return ids
 
     @torch.inference_mode()
     def generate(
@@ -285,6 +298,7 @@ class Engine:
             raise UsageError(
                 f"{len(prompts)} prompts at once, but memory was planned for {self.batch}: open with batch={len(prompts)}"
             )
+        _check_sampling(sampling, seed)
         ids, mask = self.encode(prompts)
         if ids.shape[1] + max_new_tokens > self.context:
             raise UsageError(
@@ -299,9 +313,7 @@ class Engine:
         config.max_new_tokens = max_new_tokens
         if not config.do_sample:  # sampling options of the checkpoint's own config mean nothing to greedy search
             config.temperature = config.top_k = config.top_p = config.min_p = None
-        if ignore_eos:
-            config.eos_token_id = None
-        if ids.shape[1] > PREFILL_TOKENS and not self.spec.state_bytes:
+        if ids.shape[1] > PREFILL_TOKENS and not self.spec.whole_prefill:
             config.prefill_chunk_size = PREFILL_TOKENS
         if config.pad_token_id is None and ids.shape[0] > 1:
             config.pad_token_id = 0
@@ -312,6 +324,7 @@ class Engine:
             recording=recording,
             before_pass=self._before_pass,
             graph=self._graph_for,
+            ignore_eos=ignore_eos,
             streamer=streamer,  # Transformers itself hands it the prompt only: it gives none to a loop that is not its own
         )
         self._busy = True
@@ -382,7 +395,12 @@ class Engine:
         }
 
     def close(self) -> None:
-        """Frees the pool and stops the link's threads. Idempotent; the model cannot run afterwards."""
+        """Frees the pool and stops the link's threads. Idempotent; the model cannot run afterwards.
+
+        UsageError while a request is at work, which reads what would be freed.
+        """
+        if self._busy:
+            raise UsageError("the engine is at work: it can be closed when the request is over")
         if not self._closed:
             self._closed = True
             unbind(self._modules)
@@ -394,6 +412,17 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_sampling(sampling: dict[str, Any], seed: int | None) -> None:
+    """What Transformers and torch would answer with a traceback, or with nonsense. Raises UsageError."""
+    temperature, top_p = sampling.get("temperature"), sampling.get("top_p")
+    if temperature is not None and not 1e-4 <= temperature <= 1e4:  # beyond, logits are infinite, or all the same
+        raise UsageError(f"temperature must be from 0.0001 to 10000, got {temperature}; without it, decoding is greedy")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise UsageError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if seed is not None and not 0 <= seed < 1 << 64:
+        raise UsageError(f"seed must be from 0 to 2**64 - 1, got {seed}")
 
 
 def _first_line(error: Exception) -> str:

@@ -15,12 +15,15 @@ class ModelFacts:
 
     `kv_bytes_per_token` is the cache's growth per token in a long context, `state_bytes` the part that does not
     grow: recurrent states and full sliding windows. For a shorter context the sum is an upper bound.
+    `window_bytes_per_token` is what a token takes in the sliding-window layers, of which the captured decode step
+    (`graph.py`) keeps the whole context.
     """
 
     top_k: int
     hidden_size: int
     kv_bytes_per_token: int
     state_bytes: int
+    window_bytes_per_token: int = 0
 
 
 def observe(model: Any, experts: dict[str, nn.Module]) -> ModelFacts:
@@ -47,7 +50,9 @@ def observe(model: Any, experts: dict[str, nn.Module]) -> ModelFacts:
         for module in experts.values():
             module.forward = stub
         _skip_repeated(layers, stands_for)
-        short, long = (_cache_bytes(model, count, stands_for) for count in (tokens - 1, 2 * tokens - 1))
+        (short, _), (long, window_bytes) = (
+            _cache_bytes(model, count, stands_for) for count in (tokens - 1, 2 * tokens - 1)
+        )
     finally:
         for module in (*experts.values(), *layers):
             vars(module).pop("forward", None)
@@ -57,6 +62,7 @@ def observe(model: Any, experts: dict[str, nn.Module]) -> ModelFacts:
         hidden_size=shapes["hidden"],
         kv_bytes_per_token=growth,
         state_bytes=max(0, short - (tokens - 1) * growth),
+        window_bytes_per_token=window_bytes,
     )
 
 
@@ -112,16 +118,25 @@ def _skip_repeated(layers: list[nn.Module], stands_for: list[int]) -> None:
         layer.forward = recorder(index, layer.forward) if kind == index else skipper(kind)
 
 
-def _cache_bytes(model: Any, tokens: int, stands_for: list[int]) -> int:
+def _cache_bytes(model: Any, tokens: int, stands_for: list[int]) -> tuple[int, int]:
+    """Bytes of the cache after `tokens` tokens, and of one token in its sliding-window layers."""
     ids = torch.zeros((1, tokens), dtype=torch.int64, device="meta")
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
     cache = next(value for value in output.values() if hasattr(value, "layers"))
     own = [sum(tensor.nbytes for tensor in _tensors(vars(layer))) for layer in cache.layers]
+    window = [_window_bytes_per_token(layer) for layer in cache.layers]
     if len(own) > len(stands_for):
-        return sum(own)
-    return sum(own[kind] if kind < len(own) else 0 for kind in stands_for)
+        return sum(own), sum(window)
+    kinds = [kind for kind in stands_for if kind < len(own)]
+    return sum(own[kind] for kind in kinds), sum(window[kind] for kind in kinds)
+
+
+def _window_bytes_per_token(layer: Any) -> int:
+    if not getattr(layer, "is_sliding", False) or not isinstance(getattr(layer, "keys", None), torch.Tensor):
+        return 0
+    return sum(tensor.nbytes // max(1, tensor.shape[-2]) for tensor in (layer.keys, layer.values))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

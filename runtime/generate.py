@@ -50,6 +50,7 @@ def decode_loop(
     recording: Recording,
     before_pass: Callable[[int], None],
     graph: Callable[[int, Any, torch.Tensor | None], StepGraph | None],
+    ignore_eos: bool = False,
     streamer: Any = None,
     synced_gpus: bool = False,
     **model_kwargs: Any,
@@ -61,6 +62,8 @@ def decode_loop(
     started = time.perf_counter()
     batch = input_ids.shape[0]
     pad_token_id = generation_config._pad_token_tensor
+    if ignore_eos:  # a config without end tokens gets the model's own back from Transformers
+        stopping_criteria = StoppingCriteriaList(c for c in stopping_criteria if not hasattr(c, "eos_token_id"))
     can_end = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
     unfinished = torch.ones(batch, dtype=torch.long)
 

@@ -58,10 +58,13 @@ def read_headers(folder: Path) -> Headers:
     for number, path in enumerate(files):
         header, data_start, raw = _read_header(path)
         digest.update(f"{path.name}:{path.stat().st_size}:".encode() + raw)
-        for name, entry in header.items():
-            tensors[name] = _entry(path, number, data_start, name, entry)
+        entries = {name: _entry(path, number, data_start, name, entry) for name, entry in header.items()}
+        _check_places(path, data_start, entries)
+        for name, entry in entries.items():
+            if name not in tensors or index.get(name) == path.name:  # of several, the one that the index names
+                tensors[name] = entry
     for name, file_name in index.items():
-        if name not in tensors:
+        if name not in tensors or files[tensors[name].file] != folder / file_name:
             raise CheckpointError(f"{folder / _INDEX}: says that {name} is in {file_name}, which does not hold it")
     return Headers(files=files, tensors=tensors, digest=digest.hexdigest())
 
@@ -81,7 +84,7 @@ def _find_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, str]]:
     try:
         index = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
         names = sorted(set(index.values()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index_path}: not a safetensors index with a weight_map: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
@@ -112,8 +115,8 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, bytes]:
     try:
         header = json.loads(raw)
         header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        end = max((_whole(entry["data_offsets"][1]) for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"{path}: its safetensors header is damaged: {error!r}") from None
     expected = 8 + length + end
     if size != expected:
@@ -124,11 +127,27 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, bytes]:
 
 def _entry(path: Path, file: int, data_start: int, name: str, entry: dict[str, Any]) -> TensorEntry:
     try:
-        begin, end = (int(value) for value in entry["data_offsets"])
-        dtype, shape = str(entry["dtype"]), tuple(int(size) for size in entry["shape"])
+        begin, end = (_whole(value) for value in entry["data_offsets"])
+        dtype, shape = str(entry["dtype"]), tuple(_whole(size) for size in entry["shape"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: header entry of {name} is damaged: {error!r}") from None
     expected = math.prod(shape) * ITEM_BYTES.get(dtype, 0)
     if begin < 0 or end < begin or (dtype in ITEM_BYTES and end - begin != expected):
         raise CheckpointError(f"{path}: {name} has {end - begin} bytes, {expected} expected for {dtype} {list(shape)}")
     return TensorEntry(file=file, offset=data_start + begin, nbytes=end - begin, dtype=dtype, shape=shape)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no whole number of at least 0")
+    return value
+
+
+def _check_places(path: Path, data_start: int, entries: dict[str, TensorEntry]) -> None:
+    """As the format demands, the tensors follow each other without gap or overlap."""
+    at, before = data_start, "the header"
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if entry.offset != at:
+            word = "overlaps" if entry.offset < at else "leaves a gap after"
+            raise CheckpointError(f"{path}: its safetensors header is damaged: {name} {word} {before}")
+        at, before = entry.offset + entry.nbytes, name

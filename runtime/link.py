@@ -9,6 +9,7 @@ Kinds: `disk` (O_DIRECT; where that is refused, through the page cache with one 
 it has the bytes in place).
 """
 
+import errno
 import threading
 import time
 from collections import deque
@@ -89,10 +90,19 @@ class Ticket:
         it takes longer than `timeout_s`, or, without a timeout, if nothing arrives on the link for a minute. In these last two
         cases the memory must not be used again until `done()`. A read by this very thread without AIO is not interrupted.
         """
+        try:
+            self._wait(timeout_s)
+        except Exception:
+            raise
+        except BaseException:
+            self._link._interrupted(self)
+            raise
+
+    def _wait(self, timeout_s: float | None) -> None:
         link = self._link
         deadline = None if timeout_s is None else time.perf_counter() + timeout_s
         while self._todo and (batch := link._take(self)):
-            link._read(self, batch, STALL_S if deadline is None else max(0.0, deadline - time.perf_counter()))
+            link._read(batch, STALL_S if deadline is None else max(0.0, deadline - time.perf_counter()))
         while self._left:
             before = link._completed
             limit = STALL_S if deadline is None else max(0.0, deadline - time.perf_counter())
@@ -112,6 +122,18 @@ class Ticket:
     def _raise_stalled(self, seconds: float) -> None:
         names = ", ".join(source.name for source in self._link.sources[:2])
         raise LinkError(f"no answer within {seconds:g} s: {self._left} reads of {names} are still under way; is the device alive?")
+
+
+class _Batch:
+    """Requests of one ticket that one thread has taken on: `requests` are those that are not over."""
+
+    __slots__ = ("queue", "requests", "thread", "ticket")
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.requests: list[Request] = []
+        self.thread = threading.get_ident()
+        self.queue: AioQueue | None = None  # where the kernel may be at work on them
 
 
 def _sleep_until(due: float) -> None:
@@ -153,7 +175,8 @@ class Link:
         self._demand: deque[Ticket] = deque()
         self._background: deque[Ticket] = deque()
         self._closed = False
-        self._completed = self._bytes = self._under_way = 0
+        self._completed = self._bytes = 0
+        self._active: set[_Batch] = set()  # what is being read
         self._busy_since = self._busy_s = self._late_s = 0.0
         self._free_at = 0.0  # throttled and dma: when the last byte of all that was submitted will have been sent
         # A throttled link that waited for the disk would not be what it says: its copies come from the page cache.
@@ -234,7 +257,7 @@ class Link:
     @property
     def stats(self) -> LinkStats:
         with self._lock:
-            running = self._under_way and not self.bytes_per_s
+            running = self._active and not self.bytes_per_s
             busy = self._busy_s + (time.perf_counter() - self._busy_since if running else 0.0)
             return LinkStats(self._bytes, self._completed, busy, self._late_s)
 
@@ -250,10 +273,11 @@ class Link:
         For use after an interruption, before slots of abandoned tickets are used again; their tickets fail.
         """
         self._drop_queued("dropped")
+        self._forget_own()
         limit = time.perf_counter() + timeout_s
-        while self._under_way and time.perf_counter() < limit:
+        while self._active and time.perf_counter() < limit:
             time.sleep(0.001)
-        return self._under_way == 0
+        return not self._active
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stops the threads. Idempotent. False if a read does not end: then memory it writes to must stay mapped."""
@@ -308,54 +332,59 @@ class Link:
     def _work(self) -> None:
         while self._hints.get():
             while (taken := self._take_any()) is not None:
-                self._read(*taken, None)
+                self._read(taken, None)
 
-    def _take(self, ticket: Ticket) -> list[Request]:
+    def _take(self, ticket: Ticket) -> _Batch | None:
         with self._lock:
-            return self._begin(ticket) if ticket._todo else []
+            return self._begin(ticket) if ticket._todo else None
 
-    def _take_any(self) -> tuple[Ticket, list[Request]] | None:
+    def _take_any(self) -> _Batch | None:
         with self._lock:
             for queue in (self._demand, self._background):
                 while queue:
                     ticket = queue[0]
                     if ticket._todo:
-                        return ticket, self._begin(ticket)
+                        return self._begin(ticket)
                     queue.popleft()
         return None
 
-    def _begin(self, ticket: Ticket) -> list[Request]:
+    def _begin(self, ticket: Ticket) -> _Batch:
         """Under the lock: the next request, with as many more as AIO may read together with it."""
-        todo, sources = ticket._todo, self.sources
-        batch = [todo.popleft()]
-        if sources[batch[0].source].direct_fd >= 0:
-            while todo and len(batch) < self.queue_depth and sources[todo[0].source].direct_fd >= 0:
-                batch.append(todo.popleft())
-        if self._under_way == 0:
+        todo, sources, batch = ticket._todo, self.sources, _Batch(ticket)
+        if not self._active:
             self._busy_since = time.perf_counter()
-        self._under_way += len(batch)
+        # Noted before it is taken: an interruption between the two finds it twice rather than nowhere.
+        self._active.add(batch)
+        batch.requests.append(todo[0])
+        todo.popleft()
+        if sources[batch.requests[0].source].direct_fd >= 0:
+            while todo and len(batch.requests) < self.queue_depth and sources[todo[0].source].direct_fd >= 0:
+                batch.requests.append(todo[0])
+                todo.popleft()
         return batch
 
-    def _read(self, ticket: Ticket, batch: list[Request], timeout_s: float | None) -> None:
+    def _read(self, batch: _Batch, timeout_s: float | None) -> None:
         """Reads `batch`. What is still under way after `timeout_s`, or when Ctrl-C comes, is seen to its end elsewhere."""
-        if len(batch) == 1 and batch[0].length <= _SMALL_BYTES:
-            self._read_one(ticket, batch[0])
+        requests = list(batch.requests)
+        if len(requests) == 1 and requests[0].length <= _SMALL_BYTES:
+            self._read_one(batch, requests[0])
             return
         queue = self._aio_queue() if self.queue_depth > 1 else None
-        fds = [self.sources[request.source].direct_fd for request in batch]
+        fds = [self.sources[request.source].direct_fd for request in requests]
         if queue is None or min(fds) < 0:
-            for request in batch:
-                self._read_one(ticket, request)
+            for request in requests:
+                self._read_one(batch, request)
             return
-        over = False
+        batch.queue = queue
+        over: bool | None = None
         try:
-            queue.submit([(fd, r.offset, round_up(r.length), r.address) for fd, r in zip(fds, batch, strict=True)])
+            queue.submit([(fd, r.offset, round_up(r.length), r.address) for fd, r in zip(fds, requests, strict=True)])
             over = queue.wait(timeout_s)
         finally:
             if over:
-                self._collect(ticket, batch, queue)
+                self._collect(batch, requests, queue)
             else:
-                threading.Thread(target=self._collect, args=(ticket, batch, queue), daemon=True).start()
+                self._collect_elsewhere(batch, queue, sure=over is not None)
 
     def _aio_queue(self) -> AioQueue | None:
         try:
@@ -369,17 +398,29 @@ class Link:
             self.queue_depth = 1
             return None
 
-    def _collect(self, ticket: Ticket, batch: list[Request], queue: AioQueue) -> None:
-        queue.wait()
-        results = queue.results
-        self._idle_queues.append(queue)
-        for request, result in zip(batch, results, strict=True):
-            if result >= request.length:
-                self._finish(ticket, request, None)
-            else:
-                self._read_one(ticket, request)  # refused, short or failed: once more, the way that knows what to do
+    def _collect_elsewhere(self, batch: _Batch, queue: AioQueue, *, sure: bool) -> None:
+        batch.thread = 0
+        arguments = (batch, list(batch.requests), queue, sure)
+        threading.Thread(target=self._collect, args=arguments, daemon=True).start()
 
-    def _read_one(self, ticket: Ticket, request: Request) -> None:
+    def _collect(self, batch: _Batch, requests: list[Request], queue: AioQueue, sure: bool = True) -> None:
+        """The end of `batch`. Not `sure`: the queue was interrupted and may not know what the kernel was given."""
+        if sure:
+            queue.wait()
+            results = queue.results
+        else:
+            queue.close()  # waits for whatever is under way
+            results = [-errno.EAGAIN] * len(requests)
+        batch.queue = None  # the kernel is through with it
+        if sure:
+            self._idle_queues.append(queue)
+        for request, result in zip(requests, results, strict=True):
+            if result >= request.length:
+                self._finish(batch, request, None)
+            else:
+                self._read_one(batch, request)  # refused, short or failed: once more, the way that knows what to do
+
+    def _read_one(self, batch: _Batch, request: Request) -> None:
         error: LinkError | None = LinkError("the read was interrupted")  # stays if Ctrl-C ends this thread's part
         try:
             self.sources[request.source].read(request.offset, request.length, request.address)
@@ -387,22 +428,52 @@ class Link:
         except LinkError as failure:
             error = failure
         finally:
-            self._finish(ticket, request, error)
+            self._finish(batch, request, error)
 
-    def _finish(self, ticket: Ticket, request: Request, error: LinkError | None) -> None:
+    def _finish(self, batch: _Batch, request: Request, error: LinkError | None) -> None:
+        ticket = batch.ticket
         if error is not None and ticket._describe is not None:
             error = LinkError(f"{ticket._describe(request)}: {error}")
         with self._lock:
             now = time.perf_counter()
-            self._under_way -= 1
-            if self._under_way == 0 and not self.bytes_per_s:
-                self._busy_s += now - self._busy_since
+            batch.requests.remove(request)
+            if not batch.requests:
+                self._put_away(batch, now)
             self._completed += 1
             if error is None:
                 self._bytes += request.length
             self._settle(ticket, 1, error)
             if ticket._left == 0 and ticket._due:
                 self._late_s += max(0.0, now - ticket._due)
+
+    def _put_away(self, batch: _Batch, now: float) -> None:
+        """Under the lock: nothing of `batch` is being read any more."""
+        self._active.discard(batch)
+        if not self._active and not self.bytes_per_s:
+            self._busy_s += now - self._busy_since
+
+    def _interrupted(self, ticket: Ticket) -> None:
+        """Ctrl-C came while this thread waited for `ticket`, perhaps between two updates here: the books are put right."""
+        self._forget_own()
+        with self._lock:
+            left = len(ticket._todo) + sum(len(batch.requests) for batch in self._active if batch.ticket is ticket)
+            if left < ticket._left:  # some were given up in mid-read
+                ticket._error = ticket._error or LinkError("the read was interrupted")
+                left -= len(ticket._todo)
+                ticket._todo.clear()
+            ticket._left = left
+            if not left and ticket._finished.locked():
+                ticket._finished.release()
+
+    def _forget_own(self) -> None:
+        """This thread reads nothing now, whatever it was at when it was interrupted; the kernel may still do so for it."""
+        own, now = threading.get_ident(), time.perf_counter()
+        with self._lock:
+            for batch in [batch for batch in self._active if batch.thread == own]:
+                if batch.queue is None:
+                    self._put_away(batch, now)
+                else:
+                    self._collect_elsewhere(batch, batch.queue, sure=False)
 
     def _settle(self, ticket: Ticket, finished: int, error: LinkError | None) -> None:
         """Under the lock: `finished` requests of the ticket are over; an error also ends those that nobody has begun."""
@@ -411,7 +482,7 @@ class Link:
             finished += len(ticket._todo)
             ticket._todo.clear()
         ticket._left -= finished
-        if ticket._left == 0 and finished:
+        if ticket._left == 0 and finished and ticket._finished.locked():
             ticket._finished.release()
 
     def _drop_queued(self, why: str) -> None:

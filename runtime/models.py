@@ -41,5 +41,13 @@ def resolve_model(name: str | Path, *, cache_dir: Path | None = None, progress: 
 
 
 def model_id(name: str | Path) -> str:
-    """What a profile calls the model: a known name, or the folder's own name (never a path)."""
-    return str(name) if str(name) in KNOWN else Path(name).expanduser().resolve().name
+    """What a profile calls the model: a known name, also for that model's folder, or the folder's own name (never a path)."""
+    if str(name) in KNOWN:
+        return str(name)
+    from seqmoe.runtime.demo_xl import default_cache_dir
+
+    folder = Path(name).expanduser().resolve()
+    if folder == DEMO_FOLDER:
+        return "demo"
+    made = folder.parent == default_cache_dir().resolve() and folder.name.startswith("demo-xl-")
+    return "demo-xl" if made else folder.name

@@ -51,12 +51,15 @@ def measured_popularity(engine: "Engine", cache_dir: Path | None = None) -> NDAr
             return counts
     log.info("mode static: counting which experts are popular (once for this model)")
     counts = np.zeros(total, dtype=np.int64)
-    engine.runner.usage = counts
+    num_experts = engine.spec.num_experts
+    engine.runner.observer = lambda layer, hidden, index, weights: np.add.at(
+        counts, layer * num_experts + index.flatten().numpy(), 1
+    )
     try:
         for text in CALIBRATION:
             engine.generate([text], max_new_tokens=CALIBRATION_NEW_TOKENS, ignore_eos=True)
     finally:
-        engine.runner.usage = None
+        engine.runner.observer = None
     with suppress(SeqmoeError):  # a cache that cannot be written costs a second count, nothing else
         write_atomic(path, json.dumps({"counts": counts.tolist()}))
     return counts

@@ -258,6 +258,20 @@ class Residency:
             self._vacate(self._slot_of[self.eviction.victim()])
         self._num_used = 0
 
+    def forget(self) -> None:
+        """Every slot EMPTY, whatever an interruption between two updates has left here. Nothing may be reading or writing."""
+        total = self.num_layers * self.num_experts
+        self.eviction.touch(range(total), self.position)  # no candidates are left
+        self._slot_of[:] = array("i", [-1]) * total  # in place: there may be views of it
+        self._expert_of[:] = array("i", [-1]) * self.num_slots
+        self._state[:] = bytes(self.num_slots)
+        self._empty = list(range(self.num_slots))
+        self._num_used = 0
+        self._computing = [{} for _ in range(self.num_layers)]
+        self._in_flight.clear()
+        self._orphans.clear()
+        self._unclaimed.clear()
+
     # -- prefetch -----------------------------------------------------------------------------------------------
 
     def fetch(self, expert: int) -> Fetch | None:

@@ -7,7 +7,7 @@ layer takes: each expert sees all its tokens of the layer in one call, and the s
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,11 @@ GROUP = 4
 SMALL_RECORD_BYTES = 256 << 10
 # An expert read that takes longer than this means a dead device, not a slow one.
 READ_TIMEOUT_S = 120.0
+_NEVER_ENDED = "an earlier read of the storage never ended; open the engine again"
+
+# Sees what every layer routed: (layer, the router's input [tokens, H], chosen [tokens, k], their weights [tokens, k]).
+# The tensors are only valid during the call.
+Observer = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(slots=True)
@@ -49,11 +54,13 @@ class ResidentRunner:
         self.addresses = [np.ascontiguousarray(addresses[layer]) for layer in range(addresses.shape[0])]
         self.totals = totals
         self.replay: Replay | None = None
-        self.usage: NDArray[np.int64] | None = None  # [L * E] where set, each pass adds what it chose
+        self.observer: Observer | None = None
 
     def __call__(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.replay is not None:
             index, weights = self.replay.route(layer, index, weights)
+        if self.observer is not None:
+            self.observer(layer, hidden, index, weights)
         return self.computes[layer].forward(hidden, index, weights, self.addresses[layer])
 
 
@@ -75,60 +82,92 @@ class CachedRunner:
         self.totals = totals
         self.keep = keep
         self.replay: Replay | None = None
-        self.usage: NDArray[np.int64] | None = None  # [L * E] where set, each pass adds what it chose
+        self.observer: Observer | None = None
         self.num_experts = residency.num_experts
         self._broken: str | None = None  # set when a slot may still be written to by a read that was given up
+        self._interrupted = False  # Ctrl-C came, perhaps between two updates of a table
         self._prefetches: dict[int, _Load] = {}  # by tag
         views = store.num_views
         # int64 [E, views] per layer; the row of an expert is valid while the expert is resident.
         self.addresses = [np.zeros((self.num_experts, views), dtype=np.int64) for _ in computes]
 
     def __call__(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._interrupted:
+            self._start_over()
+        try:
+            return self._forward(layer, hidden, index, weights)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
+
+    def _forward(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.replay is not None:
             index, weights = self.replay.route(layer, index, weights)
         if self._broken is not None:
             raise LinkError(self._broken)
         chosen = index.flatten().tolist()
-        if self.usage is not None:
-            np.add.at(self.usage, layer * self.num_experts + np.array(chosen), 1)
+        if self.observer is not None:
+            self.observer(layer, hidden, index, weights)
         wanted = list(dict.fromkeys(chosen))
         if self._prefetches:
             self.land_arrived()
         residency = self.residency
         found = residency.lookup(layer, wanted)
+        give_back = residency.release if self.keep else residency.discard
         try:
             if not found.missing and not found.in_flight:
                 out = self.computes[layer].forward(hidden, index, weights, self.addresses[layer])
             else:
                 out = self._with_misses(layer, hidden, index, weights, wanted, found)
-        finally:
-            if self.keep:
-                residency.release(layer)
-            else:
-                residency.discard(layer)
+        except Exception:
+            give_back(layer)
+            raise
+        give_back(layer)
         totals, absent = self.totals, len(found.missing) + len(found.in_flight)
         totals.lookups += len(wanted)
         totals.hits += len(wanted) - absent
         totals.needed_bytes += absent * self.store.record_bytes
         return out
 
+    def _start_over(self) -> None:
+        """After an interruption: tables and slots may not agree, so that no expert counts as resident any more."""
+        if not self.store.link.drain():
+            self._broken = _NEVER_ENDED
+            return
+        self._prefetches.clear()
+        self.residency.forget()
+        self._interrupted = False
+
     # -- fetches made by a caller ---------------------------------------------------------------------------------
 
     def prefetch(self, flats: Sequence[int]) -> int:
         """Begins to fetch the experts (flat ids) that are neither resident nor under way, behind all on-demand loads,
         until no slot may be taken; returns how many it began. They land by themselves when a layer runs."""
+        if self._interrupted:
+            self._start_over()
         begun = 0
-        for flat in flats:
-            fetch = self.residency.fetch(flat)
-            if fetch is None:
-                continue
-            try:
-                self._prefetches[fetch.tag] = _Load([fetch], self.store.load([fetch], background=True))
-            except BaseException:
-                self.residency.drop(fetch.tag)
-                raise
-            begun += 1
+        try:
+            for flat in flats:
+                begun += self._prefetch(flat)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = True
+            raise
         return begun
+
+    def _prefetch(self, flat: int) -> bool:
+        fetch = self.residency.fetch(flat)
+        if fetch is None:
+            return False
+        try:
+            self._prefetches[fetch.tag] = _Load([fetch], self.store.load([fetch], background=True))
+        except Exception:
+            self.residency.drop(fetch.tag)
+            raise
+        return True
 
     def land_arrived(self) -> None:
         """Takes in the fetches whose bytes are there; one that failed gives its slot back and is loaded when needed."""
@@ -165,7 +204,7 @@ class CachedRunner:
                 self._finish(load)
                 for fetch in load.fetches:
                     self.residency.release(fetch.expert // self.num_experts, [fetch.expert])
-        except BaseException:
+        except Exception:
             self._abandon(pending)
             raise
 
@@ -208,7 +247,7 @@ class CachedRunner:
                 if missing:
                     self.residency.release(layer, [fetch.expert for fetch in load.fetches])
                     missing = self._start(missing, pending)
-        except BaseException:
+        except Exception:
             self._abandon(pending)
             raise
         assert not missing, f"experts {missing} of layer {layer} found no slot"
@@ -223,7 +262,7 @@ class CachedRunner:
             fetches = [self.residency.load(flat) for flat in missing[:room]]
             try:
                 pending.append(_Load(fetches, self.store.load(fetches, inline=inline)))
-            except BaseException:  # nothing is under way for these
+            except Exception:  # nothing is under way for these
                 for fetch in fetches:
                     self.residency.fail(fetch)
                 raise
@@ -234,7 +273,7 @@ class CachedRunner:
         started = time.perf_counter()
         try:
             load.ticket.wait(READ_TIMEOUT_S)
-        except BaseException:
+        except Exception:
             self._abandon([load])
             raise
         self.totals.stall_s += time.perf_counter() - started
@@ -246,9 +285,9 @@ class CachedRunner:
         self.addresses[layer][expert] = self.store.view_addresses(fetch.expert, fetch.slot)
 
     def _abandon(self, loads: list[_Load]) -> None:
-        """After an error or Ctrl-C: waits until nothing writes into the slots any more, then gives them back as EMPTY."""
+        """After an error: waits until nothing writes into the slots any more, then gives them back as EMPTY."""
         if not self.store.link.drain():
-            self._broken = "an earlier read of the storage never ended; open the engine again"
+            self._broken = _NEVER_ENDED
             return
         for load in loads:
             for fetch in load.fetches:

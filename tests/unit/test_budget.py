@@ -1,5 +1,7 @@
 """Hand-worked plans: a model of 2 layers x 4 experts, top-2, with round sizes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,19 +20,20 @@ from seqmoe.profiles.spec import ModelSpec
 MIB = 1 << 20
 SPEC = ModelSpec(
     name="tiny", model_type="qwen3_moe", digest="d", num_layers=2, num_experts=4, top_k=2, hidden_size=1024,
-    record_bytes=10 * MIB - 4096, slot_bytes=10 * MIB, dense_bytes=100 * MIB, kv_bytes_per_token=1024, state_bytes=4096,
+    record_bytes=10 * MIB - 4096, slot_bytes=10 * MIB, dense_bytes=100 * MIB, kv_bytes_per_token=1028, state_bytes=0,
     dtype="bfloat16", max_context=4096, vocab_size=0,
 )  # fmt: skip
-KNOBS = Knobs(queue_depth=8, read_chunk_bytes=1 * MIB)
+KNOBS = Knobs(queue_depth=8, read_chunk_bytes=1 * MIB, direct_io=False)
 
 
-def plan(budget_mib, knobs=KNOBS, context=1024, batch=1):
-    return plan_memory(budget_mib * MIB, SPEC, context, batch, knobs, 300 * MIB)
+def plan(budget_mib, knobs=KNOBS, context=1024, batch=1, spec=SPEC):
+    return plan_memory(budget_mib * MIB, spec, context, batch, knobs, 300 * MIB)
 
 
 def test_every_part_by_hand():
     found = plan(600)
     assert found.kv_bytes == 1024 * 1024 + 4096
+    assert plan(600, KNOBS.replace(direct_io=True)).read_buffer_bytes == 0  # straight into the slots
     assert (
         found.activation_bytes == 512 * 1024 * 4 * 14
     )  # pieces of 512 tokens: 12 hidden-sized tensors and 2 expert results in float32
@@ -47,10 +50,38 @@ def test_every_part_by_hand():
 
 
 def test_too_small_names_the_smallest_that_works():
-    with pytest.raises(BudgetError, match="the smallest that works is 506MiB") as caught:
+    with pytest.raises(BudgetError, match="the smallest that works is 518MiB") as caught:
         plan(505)
     assert caught.value.exit_code == 4
     assert plan(506).slots == 2
+    later = plan_memory(518 * MIB, SPEC, 1024, 1, KNOBS, 312 * MIB)  # a process that came out 12 MiB larger
+    assert later.slots == 2
+
+
+def test_sliding_windows_are_planned_as_the_captured_step_keeps_them():
+    """2048 positions of a token's 512 bytes in those layers; the prompt cannot go in pieces: 2048 tokens at once."""
+    spec = replace(SPEC, state_bytes=65536, window_bytes_per_token=512)
+    found = plan(900, context=2048, spec=spec)
+    assert found.kv_bytes == 2048 * (1028 + 512) + 65536
+    assert found.activation_bytes == 2048 * 1024 * 4 * 14
+    assert budget_for_slots(spec, 2, 2048, 1, KNOBS, 300 * MIB) == smallest_that_fits(spec, 2048)
+
+
+def smallest_that_fits(spec, context):
+    budget = next(mib for mib in range(500, 2000) if fits(mib, context, spec))
+    return budget * MIB
+
+
+def fits(budget_mib, context, spec):
+    try:
+        return plan(budget_mib, context=context, spec=spec).slots >= 2
+    except BudgetError:
+        return False
+
+
+def test_the_kernels_working_memory_is_planned():
+    spec = replace(SPEC, kernel_bytes=5 * MIB, kernel_bytes_per_token=20_000)
+    assert plan(700, spec=spec).activation_bytes == 512 * (1024 * 4 * 12 + 20_000) + 5 * MIB
 
 
 @given(st.integers(1, 8192), st.integers(1, 4), st.sampled_from([1 << 20, 4 << 20]), st.integers(2, 8))

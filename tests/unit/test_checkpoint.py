@@ -23,6 +23,8 @@ from seqmoe.profiles.errors import CheckpointError
 from seqmoe.runtime.checkpoint import Checkpoint
 from seqmoe.runtime.facts import ModelFacts
 from seqmoe.runtime.headers import read_headers
+from seqmoe.runtime.kernels.experts_cpu import workspace_bytes
+from seqmoe.runtime.kernels.plan import make_plan
 from seqmoe.runtime.layout import InexpressibleError, Part, SymbolicTensor, View, split_by_expert
 from seqmoe.runtime.skeleton import load_skeleton
 
@@ -124,6 +126,23 @@ def test_cache_facts_bound_the_real_cache(name: str, tmp_path: Path) -> None:
     assert short <= facts.kv_bytes_per_token * 40 + facts.state_bytes
     assert long <= facts.kv_bytes_per_token * 200 + facts.state_bytes <= 1.25 * long
     assert facts.kv_bytes_per_token == -(-(long - short) // 160)
+
+
+def test_sliding_window_layers_and_kernels_are_in_the_spec(tmp_path: Path) -> None:
+    """What a token takes in the layers whose whole context the captured step keeps: every second of gpt_oss' three."""
+    checkpoint = Checkpoint.open(make_checkpoint("gpt_oss", "hub", tmp_path))
+    spec = checkpoint.spec(4096)
+    assert spec.whole_prefill and spec.window_bytes_per_token == 2 * spec.kv_bytes_per_token
+    graph_bytes = sum(2 * 2 * 8 * 4 for _ in range(3))  # keys and values of 2 heads of 8 float32 in 3 layers
+    assert spec.kv_bytes_per_token + spec.window_bytes_per_token == graph_bytes
+    plan = make_plan(checkpoint.layout, checkpoint.meta_model.get_submodule(checkpoint.moe_modules[0]), checkpoint.dtype)
+    for tokens in (1, 64, 65, 257, 600, 10_000):
+        assert spec.kernel_bytes + tokens * spec.kernel_bytes_per_token >= workspace_bytes(plan, tokens, spec.top_k, 1)
+
+
+def test_experts_that_the_kernels_cannot_compute_are_refused_before_any_weight_is_read(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(make_checkpoint("qwen3_moe", "hub", tmp_path, dtype=torch.float64))
+    assert "float32, bfloat16 and float16 are supported" in refusal(lambda: checkpoint.spec(4096))
 
 
 def test_digest_covers_config_and_headers_and_full_digest_the_weights(folder: Path) -> None:

@@ -164,6 +164,30 @@ def test_disk_full_while_writing_leaves_nothing(source: Path, tmp_path: Path) ->
     assert not list(cache.iterdir())
 
 
+REAL_ENOSPC = """
+import os, shutil, sys
+from pathlib import Path
+from seqmoe.profiles.errors import SeqmoeError
+from seqmoe.runtime.demo_xl import ensure_demo_xl
+real = shutil.disk_usage
+shutil.disk_usage = lambda path: real(path)._replace(free=1 << 40)  # somebody else takes the room in the meantime
+try:
+    ensure_demo_xl(Path(sys.argv[1]), Path(sys.argv[2]), 0.125)
+except SeqmoeError as error:
+    print(type(error).__name__, error.exit_code, os.listdir(sys.argv[2]), error)
+"""
+
+
+def test_a_really_full_disk(source: Path, tmp_path: Path) -> None:
+    """A tmpfs of 1 MiB in a mount namespace of its own, where that is allowed."""
+    mount = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"', str(tmp_path)]
+    if not shutil.which("unshare") or subprocess.run([*mount, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    command = [*mount, sys.executable, "-c", REAL_ENOSPC, str(source), str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith("DiskSpaceError 8 []") and "(No space left on device)" in said
+
+
 SLOW_WRITER = """
 import sys, time
 from pathlib import Path

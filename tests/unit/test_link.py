@@ -432,7 +432,7 @@ def test_many_threads_share_a_link(path: Path, pool: Pool, content: bytes) -> No
         for thread in threads:
             thread.join(30)
         assert not failures
-        assert link._under_way == 0 and not any(ticket._todo for ticket in (*link._demand, *link._background))
+        assert not link._active and not any(ticket._todo for ticket in (*link._demand, *link._background))
 
 
 def test_open_link_takes_the_knobs(path: Path) -> None:

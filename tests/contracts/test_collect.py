@@ -1,0 +1,121 @@
+"""Trace collection: the packed pass records what decoding chooses, token for token, and nothing is lost or done twice."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from support.families import FAMILIES, make_checkpoint
+
+from seqmoe.predictors.trace_file import read_trace
+from seqmoe.profiles.errors import UsageError
+from seqmoe.runtime import collect as collect_module
+from seqmoe.runtime.collect import Recorder, collect, packed_routing
+from seqmoe.runtime.collect_cli import collect_command, read_prompt_file
+from seqmoe.runtime.engine import Engine
+
+PROMPTS = [[5, 17, 33, 2, 71], [90, 8, 8, 41, 3, 12, 64, 1, 77, 20], [44, 45], [9, 8, 7]]
+QUICK = ("qwen3_moe", "qwen3_next")  # attention alone, and a recurrent state
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+
+
+def decoded_routing(engine: Engine, prompt: list[int], new_tokens: int) -> np.ndarray:
+    """Every step's experts, sorted, from a request of its own: prefill, then one token at a time."""
+    recorder = Recorder(engine.spec.num_layers, inputs=False)
+    engine.runner.observer = recorder
+    try:
+        engine.generate([prompt], new_tokens, ignore_eos=True)
+    finally:
+        engine.runner.observer = None
+    return np.sort(recorder.take(1)[0][0].numpy(), axis=-1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_packed_pass_chooses_as_decoding_does(name, tmp_path):
+    folder = make_checkpoint(name, "saved", tmp_path / name)
+    with Engine.open(folder, mode="lru", residency=0.4, context=64, batch=4) as engine:
+        result = collect(engine, PROMPTS, tmp_path / "t.safetensors", max_new_tokens=24)
+        trace = read_trace(tmp_path / "t.safetensors")
+        assert result.agreement == 1.0
+        assert trace.meta.model_digest == engine.spec.digest
+        for i in range(trace.num_sequences):
+            one = trace.sequence(i)
+            prompt = next(p for p in PROMPTS if one.tokens[: len(p)].tolist() == p)
+            steps = decoded_routing(engine, prompt, one.num_steps - len(prompt) + 1)
+            assert (np.sort(one.expert_ids, axis=-1) == steps).all()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_checkpoint("qwen3_moe", "saved", tmp_path_factory.mktemp("model"))
+
+
+def test_router_inputs_are_what_the_routers_read(folder, tmp_path):
+    with Engine.open(folder, mode="full", context=64, batch=2) as engine:
+        (one, other) = packed_routing(engine, [PROMPTS[0], PROMPTS[2]], router_inputs=True)
+        gates = [engine.model.get_submodule(name.rpartition(".")[0]).gate for name in engine.checkpoint.moe_modules]
+        for trace in (one, other):
+            for layer, gate in enumerate(gates):
+                logits = torch.from_numpy(trace.router_input(layer)) @ gate.weight.float().T
+                chosen = logits.topk(trace.top_k).indices.sort().values.numpy()
+                # Router inputs are kept in bfloat16, so that a near tie may go the other way.
+                assert (chosen == np.sort(trace.expert_ids[:, layer])).mean() > 0.9
+
+
+def test_a_killed_collection_goes_on_where_it_was(folder, tmp_path, monkeypatch):
+    out, whole = tmp_path / "t.safetensors", tmp_path / "whole.safetensors"
+    with Engine.open(folder, mode="lru", residency=0.4, context=64, batch=2) as engine:
+        collect(engine, PROMPTS, whole, max_new_tokens=16, temperature=0.9, seed=3)
+        real, calls = collect_module.packed_routing, []
+
+        def killed(*arguments, **more):
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(collect_module, "packed_routing", killed)
+        with pytest.raises(KeyboardInterrupt):
+            collect(engine, PROMPTS, out, max_new_tokens=16, temperature=0.9, seed=3)
+        assert not out.exists()
+        with pytest.raises(UsageError, match="unfinished collection"):
+            collect(engine, PROMPTS, out, max_new_tokens=16, temperature=0.9, seed=3)
+        with pytest.raises(UsageError, match="other prompts or settings"):
+            collect(engine, PROMPTS, out, max_new_tokens=17, temperature=0.9, seed=3, resume=True)
+        monkeypatch.setattr(collect_module, "_generate", lambda *a: pytest.fail("generated again"))
+        collect(engine, PROMPTS, out, max_new_tokens=16, temperature=0.9, seed=3, resume=True)
+    assert len(calls) == 3
+    assert out.read_bytes() == whole.read_bytes()
+    assert not out.with_name(out.name + ".parts").exists()
+
+
+def test_the_command(folder, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": "x"}) for _ in range(2)))
+    done = CliRunner().invoke(
+        collect_command, ["--model", str(folder), "--prompts", str(prompts), "--out", str(tmp_path / "t.npz")]
+    )
+    assert done.exit_code == 2 and "must end in .safetensors" in done.output
+    arguments = ["--model", "demo", "--prompts", str(prompts), "--out", str(tmp_path / "t.safetensors")]
+    more = ["--max-new-tokens", "6", "--context", "32", "--batch", "2", "--json"]
+    done = CliRunner().invoke(collect_command, arguments + more)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    trace = read_trace(tmp_path / "t.safetensors")
+    assert (found["sequences"], found["steps"]) == (trace.num_sequences, trace.num_steps)
+    assert trace.num_layers == 8 and trace.router_inputs is None
+
+
+def test_prompt_files_that_cannot_be_used(tmp_path):
+    path = tmp_path / "p.jsonl"
+    for text, says in (
+        ('{"a": 1}', "line 1: expected an object with prompt, question or text"),
+        ("{", "line 1: not JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UsageError, match=says):
+            read_prompt_file(path)
+    path.write_text('{"question": "q", "text": "t"}\n"just text"')
+    assert read_prompt_file(path) == ["q", "just text"]
