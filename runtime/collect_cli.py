@@ -42,6 +42,9 @@ A prompt is a line of the file, or in .jsonl the "prompt", "question" or "text" 
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Sequences that run together.")
 @click.option("--context", type=click.IntRange(2), default=1024, show_default=True, help="Most tokens of a sequence.")
 @click.option("--router-inputs", is_flag=True, help="Keep the routers' inputs too (layers x hidden x 2 bytes a step).")
+@click.option(
+    "--routers", type=click.Path(path_type=Path), help="Also write the routers' weights to this .safetensors file."
+)
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Sample. [default: 0, greedy]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="For sampling.")
 @click.option("--memory", type=SIZE, help="Everything the process may take. [default: what this machine leaves]")
@@ -58,6 +61,7 @@ def collect_command(
     batch: int,
     context: int,
     router_inputs: bool,
+    routers: Path | None,
     temperature: float,
     seed: int,
     memory: int | None,
@@ -71,12 +75,16 @@ def collect_command(
     First the answers are generated, then all sequences run again in packs while the routers are recorded.
     """
     require(out.suffix == ".safetensors", f"{out}: a trace file's name must end in .safetensors")
-    check_writable(out)
+    for target in (out, routers):
+        if target is not None:
+            check_writable(target)
     texts = read_prompt_file(prompts)[:limit]
     require(max_new_tokens < context, f"--max-new-tokens {max_new_tokens} leaves no room in a --context of {context}")
     # Here, so that --help does not wait for torch.
+    from seqmoe.predictors.routers import save_routers
     from seqmoe.runtime.collect import collect
     from seqmoe.runtime.engine import Engine
+    from seqmoe.runtime.routers import model_routers
 
     console = Console(stderr=True)
     columns = (
@@ -113,6 +121,8 @@ def collect_command(
                 source=prompts.name,
                 progress=show,
             )
+            if routers is not None:
+                save_routers(routers, model_routers(engine))
             facts = engine.describe()
     if as_json:
         emit_json(
