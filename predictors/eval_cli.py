@@ -43,6 +43,7 @@ Examples:
 A predictor is a folder that `seqmoe train` wrote, or one of
   {", ".join(NAMES[:6])},
   {", ".join(NAMES[6:])};
+names joined by + are pooled (powers fitted on --calibrate-sequences), such as predictor/+nearest-token;
 within the step, from router inputs: {", ".join(LAYER_PREDICTORS)}.
 
 \b
@@ -127,6 +128,8 @@ def eval_command(
                 name,
                 training,
                 horizon,
+                validation=validation,
+                with_tokens=tokens,
                 seed=seed,
                 progress=_updates(bar, task),
             )
@@ -141,8 +144,8 @@ def eval_command(
                 calibration=calibration,
                 progress=_updates(bar, task),
             )
-            if name not in NAMES:
-                one = replace(one, name=Path(name).name)  # two folders, two names
+            if name not in NAMES:  # two folders, two names
+                one = replace(one, name="+".join(Path(part).name for part in name.split("+")))
             if name == standard:
                 reference = one
             if place < len(whole):
@@ -273,7 +276,7 @@ def _calibration(
     with_tokens: bool,
     save: bool,
 ) -> Calibration | None:
-    folder = Path(name) if name not in NAMES else None
+    folder = Path(name) if name not in NAMES and "+" not in name else None
     if validation is None:
         return load_calibration(folder, trace.top_k).get(MODES[with_tokens]) if folder else None
     fitted = fit_calibration(predictor, validation, horizon, with_tokens)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from seqmoe.predictors.calibration import Calibration, fit_to_forecasts
 from seqmoe.predictors.forecast import Forecast
+from seqmoe.predictors.pool import fit_powers, log_scores, softmax
 from seqmoe.predictors.protocol import LayerPredictor, Predictor
 from seqmoe.predictors.psi import psi_numpy
 from seqmoe.predictors.trace import Trace
@@ -30,8 +31,6 @@ from seqmoe.profiles.files import write_atomic
 FILE_NAME = "fusion.json"  # beside the sequence predictor's weights
 FORMAT, VERSION = "seqmoe-fusion", 1
 Floats = NDArray[np.float32]
-_LEAST = 1e-6  # of a score: what a predictor rules out may happen all the same
-_NEWTON_STEPS = 12
 _FIT_ROWS = 6000  # steps that the two powers of a layer are fitted to
 
 
@@ -62,7 +61,7 @@ class Fusion:
     def pool(self, target: int, distance: int, sequence: Floats, adapter: Floats) -> Floats:
         """Scores [..., E] of layer `target` from both, `distance` layers before it; every row sums to 1."""
         a, b = self.sequence_power[target, distance - 1], self.adapter_power[target, distance - 1]
-        return _softmax(a * _log(sequence) + b * _log(adapter))
+        return softmax(a * log_scores(sequence) + b * log_scores(adapter))
 
     def open(self, scores: Floats, inclusion: Floats, position: int) -> "OpenForecast":
         """The forecast of a step that begins: the sequence predictor's `scores` [horizon, L, E] (rows sum to 1) and the
@@ -166,13 +165,13 @@ def fit_fusion(predictor: Predictor, adapters: LayerPredictor, trace: Trace, wit
     truth = np.concatenate([psi_numpy(f.trace.expert_ids, None, trace.num_experts)[1:] for f in found])
     stride = max(1, len(truth) // _FIT_ROWS)
     truth = truth[::stride]
-    sequence = _log(np.concatenate([f.sequence[1:] for f in found])[::stride])
+    sequence = log_scores(np.concatenate([f.sequence[1:] for f in found])[::stride])
     adapter = np.concatenate([f.adapters[1:] for f in found])[::stride]
     a, b = np.ones((layers, depth), dtype=np.float32), np.zeros((layers, depth), dtype=np.float32)
     for target in range(1, layers):
         for d in range(min(depth, target)):
-            features = np.stack([sequence[:, target], _log(adapter[:, target, d])])
-            a[target, d], b[target, d] = _fit_powers(features, truth[:, target])
+            features = np.stack([sequence[:, target], log_scores(adapter[:, target, d])])
+            a[target, d], b[target, d] = fit_powers(features, truth[:, target]).tolist()
     draft = Fusion(trace.top_k, a, b, Calibration(trace.top_k, (1.0,) * depth, ((),) * depth, ((),) * depth))
     return replace(draft, calibration=_calibrate(draft, found))
 
@@ -205,49 +204,3 @@ def _calibrate(fusion: Fusion, found: list[Both]) -> Calibration:
         tuple(part.forecast[0] for part in parts),
         tuple(part.happened[0] for part in parts),
     )
-
-
-def _fit_powers(features: Floats, truth: Floats) -> tuple[float, float]:
-    """Least KL of softmax(a * features[0] + b * features[1]) [S, E] to `truth`, a and b >= 0: Newton's method, projected.
-
-    The loss is convex, so that steps which are halved until they help come to its least value.
-    """
-
-    def loss(powers: NDArray[np.float64]) -> float:
-        logits = np.tensordot(powers, features, 1)
-        top = logits.max(-1)
-        return float((np.log(np.exp(logits - top[:, None]).sum(-1)) + top - (truth * logits).sum(-1)).mean())
-
-    powers = np.array([1.0, 0.0])
-    best = loss(powers)
-    for _ in range(_NEWTON_STEPS):
-        p = _softmax(np.tensordot(powers, features, 1))
-        mean = (p * features).sum(-1)  # [2, S]
-        gradient = (mean - (truth * features).sum(-1)).mean(-1)
-        centred = (features - mean[..., None]) * np.sqrt(p)
-        curvature = np.einsum("ise,jse->ij", centred, centred) / features.shape[1] + 1e-6 * np.eye(2)
-        free = (powers > 0) | (gradient < 0)  # a power at 0 that would go below stays
-        if not free.any():
-            break
-        step = np.zeros(2)
-        step[free] = np.linalg.solve(curvature[np.ix_(free, free)], gradient[free])
-        for halvings in range(8):
-            tried = np.maximum(powers - step / 2**halvings, 0)
-            reached = loss(tried)
-            if reached < best:
-                break
-        else:
-            break
-        powers, gained, best = tried, best - reached, reached
-        if gained < 1e-7:
-            break
-    return float(powers[0]), float(powers[1])
-
-
-def _log(scores: NDArray[np.floating]) -> Floats:
-    return np.log(np.maximum(scores, _LEAST)).astype(np.float32)
-
-
-def _softmax(logits: NDArray[np.floating]) -> Floats:
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)

@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
+from seqmoe.predictors.pool import Pool
 from seqmoe.predictors.protocol import Predictor
 from seqmoe.predictors.rivals import LastStep, Oracle, Popularity, Rival, TokenTable, WithinSequence
 from seqmoe.predictors.trace import Trace
@@ -60,9 +61,24 @@ NAMES = (*RIVALS, *TRAINED)
 
 
 def make_predictor(
-    name: str, training: Trace | None, horizon: int, *, seed: int = 0, progress: FitProgress | None = None
+    name: str,
+    training: Trace | None,
+    horizon: int,
+    *,
+    validation: Trace | None = None,
+    with_tokens: bool = True,
+    seed: int = 0,
+    progress: FitProgress | None = None,
 ) -> Predictor:
-    """A rival by name, fitted to `training`, or what lies in a folder. UsageError for an unknown name."""
+    """A rival by name, fitted to `training`, or what lies in a folder. UsageError for an unknown name.
+
+    Names joined by + make a pool, which is fitted to `validation`.
+    """
+    if "+" in name and not Path(name).is_dir():
+        if validation is None:
+            raise UsageError(f"predictor {name} must be fitted: give --calibrate-sequences, such as 256:288")
+        members = [make_predictor(part, training, horizon, seed=seed, progress=progress) for part in name.split("+")]
+        return Pool(members).fit(validation, horizon, with_tokens and validation.tokens is not None)
     if name in RIVALS:
         return _fitted(RIVALS[name](), training)
     if name == "ridge":

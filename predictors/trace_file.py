@@ -210,11 +210,15 @@ class TraceWriter:
         self.done.append(key)
         self._lengths.append(sequence.num_steps)
 
-    def finish(self) -> Path:
-        """Makes the one file and removes the parts. UsageError when no sequence was added."""
+    def finish(self, order: Sequence[str] | None = None) -> Path:
+        """Makes the one file and removes the parts. `order`: all keys, in the order that their sequences shall have
+        (default: as they were added). UsageError when no sequence was added."""
         if not self._lengths:
             raise UsageError(f"{self.path}: no sequence was added to the trace")
-        length = np.array(self._lengths, dtype=np.int64)
+        begin = np.concatenate([[0], np.cumsum(self._lengths)])
+        places = range(len(self.done)) if order is None else [self.done.index(key) for key in order]
+        assert sorted(places) == list(range(len(self.done))), "order must name every sequence once"
+        length = np.array([self._lengths[place] for place in places], dtype=np.int64)
         bounds = {"seq_start": _starts(length), "seq_len": length}
         steps = int(length.sum())
         entries: dict[str, tuple[str, tuple[int, ...]]] = {name: ("I64", (len(length),)) for name in bounds}
@@ -225,8 +229,12 @@ class TraceWriter:
                 if name in bounds:
                     file.write(bounds[name].data)
                     continue
+                kind, shape = self._fields[name]
+                step_bytes = math.prod(shape) * np.dtype(_NUMPY[kind]).itemsize
                 with (self.parts / f"{name}.raw").open("rb") as part:
-                    shutil.copyfileobj(part, file, 1 << 22)
+                    for place in places:
+                        part.seek(int(begin[place]) * step_bytes)
+                        file.write(part.read(self._lengths[place] * step_bytes))
         shutil.rmtree(self.parts)
         return self.path
 

@@ -77,6 +77,7 @@ def collect(
     *,
     max_new_tokens: int,
     router_inputs: bool = False,
+    ignore_eos: bool = False,
     temperature: float = 0.0,
     seed: int = 0,
     resume: bool = False,
@@ -91,14 +92,14 @@ def collect(
     spec = engine.spec
     meta = TraceMeta(spec.digest, spec.name, source)
     writer = TraceWriter(out, spec.num_experts, meta, resume=resume)
-    question = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "prompts": len(prompts)}
+    question = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, "prompts": len(prompts), "ignore_eos": ignore_eos}
     sequences = _Sequences(writer.parts / "sequences.jsonl", question)
     seen: dict[str, NDArray[np.int16]] = {}  # decode's own choices, to compare the second pass with
     for first in range(0, len(prompts), engine.batch):
         keys = [str(number) for number in range(first, min(first + engine.batch, len(prompts)))]
         if not all(key in sequences.ids for key in keys):
             group = [prompts[int(key)] for key in keys]
-            ids, choices = _generate(engine, group, max_new_tokens, temperature, seed + first)
+            ids, choices = _generate(engine, group, max_new_tokens, temperature, seed + first, ignore_eos)
             sequences.add(dict(zip(keys, ids, strict=True)))
             seen.update(zip(keys, choices, strict=True))
         progress("generating", first + len(keys), len(prompts))
@@ -119,7 +120,7 @@ def collect(
                 alike, compared = alike + same, compared + total
         progress("recording", len(writer.done), len(long_enough))
     steps = sum(len(sequences.ids[key]) - 1 for key in long_enough)
-    writer.finish()
+    writer.finish(sorted(long_enough, key=int))  # as the prompts are: a split by number must not be one by length
     agreement = alike / compared if compared else None
     return Collected(out, len(long_enough), steps, agreement, len(order) - len(long_enough))
 
@@ -174,7 +175,12 @@ def packed_routing(
 
 
 def _generate(
-    engine: Engine, prompts: Sequence[str | Sequence[int]], max_new_tokens: int, temperature: float, seed: int
+    engine: Engine,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    ignore_eos: bool,
 ) -> tuple[list[list[int]], list[NDArray[np.int16]]]:
     """Each prompt's token ids with its continuation's, and what decode chose for the continuation, [steps, L, k]."""
     ids, mask = engine.encode(prompts)
@@ -182,7 +188,7 @@ def _generate(
     engine.runner.observer = recorder
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature} if temperature > 0 else {}
     try:
-        report = engine.generate(prompts, max_new_tokens, seed=seed, **sampling)
+        report = engine.generate(prompts, max_new_tokens, ignore_eos=ignore_eos, seed=seed, **sampling)
     finally:
         engine.runner.observer = None
     steps = len(report.decode)

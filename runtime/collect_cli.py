@@ -45,6 +45,7 @@ A prompt is a line of the file, or in .jsonl the "prompt", "question" or "text" 
 @click.option(
     "--routers", type=click.Path(path_type=Path), help="Also write the routers' weights to this .safetensors file."
 )
+@click.option("--ignore-eos", is_flag=True, help="Go on past the end of a sequence, for long ones.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, help="Sample. [default: 0, greedy]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="For sampling.")
 @click.option("--memory", type=SIZE, help="Everything the process may take. [default: what this machine leaves]")
@@ -62,6 +63,7 @@ def collect_command(
     context: int,
     router_inputs: bool,
     routers: Path | None,
+    ignore_eos: bool,
     temperature: float,
     seed: int,
     memory: int | None,
@@ -115,6 +117,7 @@ def collect_command(
                 out,
                 max_new_tokens=max_new_tokens,
                 router_inputs=router_inputs,
+                ignore_eos=ignore_eos,
                 temperature=temperature,
                 seed=seed,
                 resume=resume,

@@ -41,9 +41,10 @@ def test_the_packed_pass_chooses_as_decoding_does(name, tmp_path):
         trace = read_trace(tmp_path / "t.safetensors")
         assert result.agreement == 1.0
         assert trace.meta.model_digest == engine.spec.digest
-        for i in range(trace.num_sequences):
+        assert trace.num_sequences == len(PROMPTS)
+        for i, prompt in enumerate(PROMPTS):
             one = trace.sequence(i)
-            prompt = next(p for p in PROMPTS if one.tokens[: len(p)].tolist() == p)
+            assert one.tokens[: len(prompt)].tolist() == prompt
             steps = decoded_routing(engine, prompt, one.num_steps - len(prompt) + 1)
             assert (np.sort(one.expert_ids, axis=-1) == steps).all()
 

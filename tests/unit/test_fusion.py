@@ -49,9 +49,9 @@ def test_it_is_not_less_likely_than_its_better_half_at_any_distance(fitted):
                 fused, alone, adapter = (
                     np.mean([likelihood(which(one), one, target) for one in found])
                     for which in (
-                        lambda one: fused_scores(fusion, one)[:, :, d],
+                        lambda one, d=d: fused_scores(fusion, one)[:, :, d],
                         lambda one: one.sequence,
-                        lambda one: one.adapters[:, :, d],
+                        lambda one, d=d: one.adapters[:, :, d],
                     )
                 )
                 assert fused >= max(alone, adapter) - slack, (target, d)

@@ -248,3 +248,13 @@ def test_sequences_are_parsed() -> None:
     for bad in ("", "a", "3:", ":3", "5:5", "-1", "1:2:3"):
         with pytest.raises(UsageError, match="--these takes numbers and ranges such as 288:321"):
             parse_sequences(bad, "--these")
+
+
+def test_sequences_are_written_in_the_order_asked_for(tmp_path: Path) -> None:
+    trace = routed_trace(5, router_inputs=True)
+    writer = TraceWriter(tmp_path / "t.safetensors", trace.num_experts, trace.meta)
+    for i in (2, 0, 1):
+        writer.add(trace.sequence(i), str(i))
+    writer.finish(["0", "1", "2"])
+    write_trace(tmp_path / "whole.safetensors", trace)
+    assert (tmp_path / "t.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
