@@ -70,4 +70,4 @@ def test_what_cannot_be_is_one_line():
     with pytest.raises(UsageError, match="without tokens"):
         pool.forecast_trace(TEST.sequence(0), 1, False)
     with pytest.raises(UsageError, match="at least two"):
-        Pool([make_predictor("last", None, 1)])
+        Pool([make_predictor("last", TRAINING, 1)])
