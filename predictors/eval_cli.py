@@ -27,17 +27,20 @@ from seqmoe.predictors.protocol import Predictor
 from seqmoe.predictors.registry import LAYER_PREDICTORS, NAMES, make_predictor
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import parse_sequences, read_trace
+from seqmoe.predictors.within_step import SOURCES, WithinStep, evaluate_within_step, load_within_step
 from seqmoe.profiles.cliutil import Command, emit_json, json_option, require
+from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.files import check_writable
 
 EXAMPLES = f"""\b
 Examples:
   seqmoe eval --traces routing.npz --predictor predictor/ --sequences 288:321 --json
   seqmoe eval --traces routing.npz --predictor last,token,patterns,ridge --sequences 288:321 --fit-sequences 0:256
-  seqmoe eval --traces routing.npz --predictor predictor/,token --sequences 288:321 --fit-sequences 0:256 \\\\
+  seqmoe eval --traces routing.npz --predictor predictor/,token --sequences 288:321 --fit-sequences 0:256 \\
       --calibrate-sequences 256:288 --plot eval.png
   seqmoe eval --traces routing.npz --predictor predictor/ --sequences 288:321 --shuffle
-  seqmoe eval --traces inputs.safetensors --predictor next-router,specprefetch --routers routers.safetensors
+  seqmoe eval --traces inputs.safetensors --predictor predictor/,next-router,specprefetch --sequences 190:220 \\
+      --fit-sequences 0:160 --routers routers.safetensors
 
 \b
 A predictor is a folder that `seqmoe train` wrote, or one of
@@ -108,6 +111,7 @@ def eval_command(
     within = [name for name in chosen_names if name in LAYER_PREDICTORS]
     whole = [name for name in chosen_names if name not in LAYER_PREDICTORS]
     found: list[Evaluation] = []
+    fused: list[WithinStep] = []
     reference: Evaluation | None = None
     columns = (
         TextColumn("{task.description}"),
@@ -133,6 +137,8 @@ def eval_command(
                 seed=seed,
                 progress=_updates(bar, task),
             )
+            if _is_folder(name):
+                _check_model(Path(name), predictor, trace)
             with_tokens = tokens and predictor.uses_tokens and trace.tokens is not None
             calibration = _calibration(name, predictor, trace, validation, horizon, with_tokens, save_calibration)
             bar.update(task, description=f"{name}: judging", total=trace.num_sequences, completed=0)
@@ -150,6 +156,8 @@ def eval_command(
                 reference = one
             if place < len(whole):
                 found.append(one)
+                if trace.router_inputs is not None and _is_folder(name):
+                    fused += _fused(one.name, Path(name), predictor, trace, with_tokens, bar)
             bar.update(task, description=f"{name}: {time.perf_counter() - begin:.0f} s")
         layered = [_within(name, trace, training, routers, depth, seed, bar) for name in within]
     if reference is not None:
@@ -165,8 +173,10 @@ def eval_command(
         printer.print(forecast_table(found))
     if layered:
         printer.print(layers_table(layered, title))
+    if fused:
+        printer.print(fused_table(fused, title))
     if as_json:
-        rows = [*(one.to_dict() for one in found), *(one.to_dict() for one in layered)]
+        rows = [*(one.to_dict() for one in found), *(one.to_dict() for one in layered), *(one.to_dict() for one in fused)]
         first: dict[str, Any] = {key: rows[0][key] for key in ("recall_at", "recall_at_step") if key in rows[0]}
         settings: dict[str, Any] = {"traces": str(traces), "sequences": trace.num_sequences, "steps": trace.num_steps}
         settings |= {"k": trace.top_k, "experts": trace.num_experts, "horizon": horizon, "shuffled": shuffle}
@@ -255,6 +265,48 @@ def layers_table(found: list[LayerEvaluation], title: str) -> Table:
     return table
 
 
+def fused_table(found: list[WithinStep], title: str) -> Table:
+    """Recall at k + 3 by layers ahead: of the sequence predictor, of its adapters, and of the two fused."""
+    table = Table(title=f"{title}, within the step: the fused forecast and its halves, recall at {found[0].k + 3}")
+    table.add_column("predictor", no_wrap=True)
+    depth = max(one.recall.shape[1] for one in found)
+    for d in range(1, depth + 1):
+        table.add_column(f"{d} ahead", justify="right")
+    table.add_column("calibration error", justify="right")
+    for one in found:
+        for source in SOURCES:
+            cells = [f"{one.at(source, d, one.k + 3):.3f}" for d in range(1, one.recall.shape[1] + 1)]
+            error = f"{one.error.max():.3f}" if source == "fused" else ""
+            table.add_row(f"{one.name}, {source}", *cells, *[""] * (depth - len(cells)), error)
+    return table
+
+
+def _is_folder(name: str) -> bool:
+    return name not in NAMES and ("+" not in name or Path(name).is_dir())
+
+
+def _check_model(folder: Path, predictor: Predictor, trace: Trace) -> None:
+    """UsageError if predictor and trace both say which model they are of, and say differently."""
+    made_for = getattr(getattr(predictor, "info", None), "model_digest", None)
+    if made_for and trace.meta.model_digest and made_for != trace.meta.model_digest:
+        raise UsageError(
+            f"{trace.meta.path}: model_digest is {trace.meta.model_digest[:12]}, expected {made_for[:12]} as {folder} "
+            "was trained for: a trace of another model"
+        )
+
+
+def _fused(
+    name: str, folder: Path, predictor: Predictor, trace: Trace, with_tokens: bool, bar: Progress
+) -> list[WithinStep]:
+    """The judgement of a folder's adapters and fusion; none where it has none."""
+    parts = load_within_step(folder, trace.num_layers, trace.num_experts, trace.top_k)
+    if parts is None:
+        return []
+    task = bar.add_task(f"{name}: judging within the step", total=trace.num_sequences)
+    one = evaluate_within_step(predictor, *parts, trace, with_tokens, _updates(bar, task))
+    return [replace(one, name=name)]
+
+
 def _apart(path: Path, text: str | None, option: str, judged_path: Path, judged: list[int] | None) -> Trace | None:
     """The sequences of an option, none of which may be judged on."""
     if text is None:
@@ -276,7 +328,7 @@ def _calibration(
     with_tokens: bool,
     save: bool,
 ) -> Calibration | None:
-    folder = Path(name) if name not in NAMES and "+" not in name else None
+    folder = Path(name) if _is_folder(name) else None
     if validation is None:
         return load_calibration(folder, trace.top_k).get(MODES[with_tokens]) if folder else None
     fitted = fit_calibration(predictor, validation, horizon, with_tokens)

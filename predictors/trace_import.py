@@ -23,7 +23,7 @@ _KNOWN = {"experts", "weights", "tokens"}
 
 
 def import_trace(path: str | Path, num_experts: int | None = None, meta: TraceMeta | None = None) -> Trace:
-    """Reads .npz, .jsonl or our own .safetensors; `meta` replaces what the file says of its model.
+    """Reads .npz, .jsonl or our own .safetensors; what `meta` says of the model goes before what the file says.
 
     `num_experts` defaults to what the file says, else to the highest id + 1. Raises UsageError with file and line.
     """
@@ -40,6 +40,10 @@ def import_trace(path: str | Path, num_experts: int | None = None, meta: TraceMe
         raise UsageError(f"{path}: unknown kind of trace; .npz, .jsonl and .safetensors can be read")
     if meta is None:
         return trace
+    known = trace.meta
+    meta = TraceMeta(
+        meta.model_digest or known.model_digest, meta.model_name or known.model_name, meta.source or known.source, meta.path
+    )
     parts = (trace.expert_ids, trace.expert_weights, trace.tokens, trace.seq_start, trace.seq_len)
     return Trace(*parts, trace.num_experts, trace.router_inputs, meta)
 

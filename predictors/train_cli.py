@@ -51,6 +51,10 @@ Examples:
 @click.option("--budget", type=DURATION, help="Time for it, such as 20m; replaces --epochs.")
 @click.option("--no-sampling", is_flag=True, help="Teacher forcing only, no scheduled sampling after it.")
 @click.option("--learning-rate", type=click.FloatRange(0, min_open=True), default=TrainOptions.learning_rate)
+@click.option("--routers", type=click.Path(path_type=Path), help="Routers' weights, from which adapters begin.")
+@click.option("--adapters/--no-adapters", default=True, help="Train adapters too, where traces have router inputs.")
+@click.option("--adapters-only", is_flag=True, help="Only the adapters of the predictor in --out.")
+@click.option("--depth", type=click.IntRange(1), default=3, help="Layers ahead that an adapter looks.")
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--threads", type=click.IntRange(1), help="[default: all cores]")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out.")
@@ -70,16 +74,29 @@ def train_command(
     budget: float | None,
     no_sampling: bool,
     learning_rate: float,
+    routers: Path | None,
+    adapters: bool,
+    adapters_only: bool,
+    depth: int,
     seed: int,
     threads: int | None,
     resume: bool,
     as_json: bool,
 ) -> int:
-    """Train a sequence predictor on routing traces. The best weights by validation recall are saved."""
-    require(resume or not (out / CHECKPOINT).exists(), f"{out} has a checkpoint: add --resume, or choose another --out")
+    """Train a sequence predictor on routing traces. The best weights by validation recall are saved.
+
+    Where the traces have router inputs, adapters for the step that is running are trained after it, and fused with it.
+    """
+    require(adapters_only or resume or not (out / CHECKPOINT).exists(), f"{out} has a checkpoint: add --resume, or choose another --out")
     check_writable(out / CHECKPOINT)
     trace = read_trace(traces)
     learn, check = split_sequences(trace, train_part, validation)
+    if threads:
+        torch.set_num_threads(threads)
+    if adapters_only:
+        require(trace.router_inputs is not None, f"{traces}: router_inputs are missing, which adapters need")
+        _train_adapters(out, learn, check, routers, depth, seed)
+        return 0
     split = _trigger_layers(trigger_layers, trace.num_layers)
     if tokens:
         require(trace.tokens is not None, f"{traces}: tokens are missing, which --tokens needs")
@@ -102,8 +119,6 @@ def train_command(
         seed=seed,
         teacher_share=1.0 if no_sampling else TrainOptions.teacher_share,
     )
-    if threads:
-        torch.set_num_threads(threads)
     info = PredictorInfo(trace.meta.model_digest or None, {"traces": traces.name})
     with joined() as place:
         trainer = Trainer(config, learn, check, options, out, vocabulary, place, info, resume)
@@ -114,9 +129,39 @@ def train_command(
 
     plot_history(result.progress.history, out / "learning-curve.png")
     _print(result, as_json)
+    if adapters and trace.router_inputs is not None:
+        _train_adapters(out, learn, check, routers, depth, seed)
     if as_json:
         emit_json(result.to_dict())
     return 0
+
+
+def _train_adapters(
+    folder: Path, learn: Trace, check: Trace | None, routers: Path | None, depth: int, seed: int
+) -> None:
+    """Trains adapters and fits the fusion into the predictor's folder, with a progress bar."""
+    from seqmoe.predictors.routers import load_routers
+    from seqmoe.predictors.seq2seq_predictor import Seq2SeqPredictor
+    from seqmoe.predictors.within_step import fit_within_step
+
+    require(check is not None, "adapters need validation sequences, to be fused on: give --validation")
+    assert check is not None
+    loaded = load_routers(routers) if routers else None
+    predictor = Seq2SeqPredictor.load(folder)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("adapters")
+        fit_within_step(
+            folder,
+            predictor,
+            learn,
+            check,
+            loaded,
+            depth=depth,
+            seed=seed,
+            progress=lambda done, total, loss: bar.update(task, completed=done, total=total),
+        )
 
 
 def split_sequences(trace: Trace, train: str | None, validation: str | None) -> tuple[Trace, Trace | None]:

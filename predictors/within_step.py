@@ -1,0 +1,132 @@
+"""Adapters and fusion of a trained predictor: fitting them into its folder, loading them, judging them. Loads without torch.
+
+A folder that `seqmoe train` wrote may hold `adapters.safetensors` (SpecPrefetch's, one for each layer and distance) and
+`fusion.json` (how they and the sequence predictor are pooled).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqmoe.predictors.fusion import FILE_NAME, Fusion, both_forecasts, fit_fusion, fused_scores
+from seqmoe.predictors.metrics import FIRST_ROW
+from seqmoe.predictors.protocol import LayerPredictor, Predictor
+from seqmoe.predictors.routers import Routers, SpecPrefetch
+from seqmoe.predictors.trace import Trace
+from seqmoe.profiles.errors import UsageError
+
+ADAPTERS = "adapters.safetensors"
+RANK, EPOCHS, LEARNING_RATE = 32, 6, 3e-3
+SOURCES = ("sequence", "adapters", "fused")
+
+
+@dataclass(frozen=True, eq=False)
+class WithinStep:
+    """Recall of a layer's experts by how many layers before they are asked for, of each half and of the fused forecast."""
+
+    name: str
+    k: int
+    recall: NDArray[np.float64]  # [3 (SOURCES), depth, E]: at m = 1 to E, all layers that an adapter reaches from there
+    error: NDArray[np.float64]  # [depth], expected calibration error above 0.1 of the fused confidences
+
+    def at(self, source: str, distance: int, m: int) -> float:
+        """Recall at m of one source, `distance` layers before."""
+        return float(self.recall[SOURCES.index(source), distance - 1, m - 1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        ms = range(self.k, min(self.k + 8, self.recall.shape[2]) + 1)
+        return {
+            "predictor": self.name,
+            "within_step": {
+                str(d): {source: {str(m): self.at(source, d, m) for m in ms} for source in SOURCES}
+                for d in range(1, self.recall.shape[1] + 1)
+            },
+            "fused_calibration_error": self.error.tolist(),
+        }
+
+
+def fit_within_step(
+    folder: Path,
+    predictor: Predictor,
+    training: Trace,
+    validation: Trace,
+    routers: Routers | None,
+    *,
+    depth: int = 3,
+    seed: int = 0,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> tuple[SpecPrefetch, Fusion]:
+    """Trains adapters on traces with router inputs, fits the fusion on validation ones, and writes both into `folder`."""
+    adapters = SpecPrefetch.fit(
+        training, routers, rank=RANK, depth=depth, epochs=EPOCHS, learning_rate=LEARNING_RATE, seed=seed, progress=progress
+    )
+    fusion = fit_fusion(predictor, adapters, validation, predictor.uses_tokens and validation.tokens is not None)
+    adapters.save(folder / ADAPTERS)
+    fusion.save(folder)
+    return adapters, fusion
+
+
+def load_within_step(folder: Path, num_layers: int, num_experts: int, k: int) -> tuple[SpecPrefetch, Fusion] | None:
+    """What `fit_within_step` wrote, None where there is nothing. Errors as of its parts; UsageError for half of it."""
+    there = [(folder / name).exists() for name in (ADAPTERS, FILE_NAME)]
+    if not any(there):
+        return None
+    if not all(there):
+        missing, found = (ADAPTERS, FILE_NAME) if not there[0] else (FILE_NAME, ADAPTERS)
+        raise UsageError(f"{folder}: {found} is there without {missing}; train the adapters again")
+    fusion = Fusion.load(folder, num_layers, k)
+    adapters = SpecPrefetch.load(folder / ADAPTERS, num_layers, num_experts)
+    if adapters.depth < fusion.depth:
+        raise UsageError(f"{folder / FILE_NAME}: depth is {fusion.depth}, the adapters' is {adapters.depth}")
+    return adapters, fusion
+
+
+def evaluate_within_step(
+    predictor: Predictor,
+    adapters: LayerPredictor,
+    fusion: Fusion,
+    trace: Trace,
+    with_tokens: bool,
+    progress: Callable[[int, int], None] | None = None,
+) -> WithinStep:
+    """Judges both halves and the fused forecast on a trace with router inputs."""
+    if trace.router_inputs is None:
+        raise UsageError("router_inputs are not in this trace; collect it with router inputs")
+    experts, layers, depth = trace.num_experts, trace.num_layers, fusion.depth
+    ranks = np.zeros((len(SOURCES), depth, experts), dtype=np.int64)
+    bins = np.zeros((depth, 20, 3))  # of confidences: how many, their sum, how many came true
+    for done, both in enumerate(both_forecasts(predictor, adapters, trace, with_tokens), 1):
+        fused = fused_scores(fusion, both)
+        ids = both.trace.expert_ids[FIRST_ROW:].astype(np.int64)
+        for d in range(depth):
+            reached = slice(d + 1, layers)
+            truth = ids[:, reached]
+            parts = (both.sequence[:, reached], both.adapters[:, reached, d], fused[:, reached, d])
+            for source, scores in enumerate(parts):
+                ranks[source, d] += _rank_counts(scores[FIRST_ROW:], truth)
+            confidence = fusion.calibration.apply_step(parts[2][FIRST_ROW:], d)
+            chosen = np.zeros(confidence.shape, dtype=bool)
+            np.put_along_axis(chosen, truth, True, axis=-1)
+            above = confidence > 0.1
+            place = np.minimum((confidence[above] * 20).astype(np.int64), 19)
+            for column, values in enumerate((None, confidence[above], chosen[above].astype(np.float64))):
+                bins[d, :, column] += np.bincount(place, weights=values, minlength=20)
+        if progress:
+            progress(done, trace.num_sequences)
+    total = np.maximum(ranks.sum(axis=-1, keepdims=True), 1)
+    gaps = np.abs(bins[:, :, 1] - bins[:, :, 2]).sum(axis=1) / np.maximum(bins[:, :, 0].sum(axis=1), 1)
+    return WithinStep(predictor.name, trace.top_k, ranks.cumsum(axis=-1) / total, gaps)
+
+
+def _rank_counts(scores: NDArray[np.float32], truth: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How often a chosen expert stood at each rank: scores [.., E], truth [.., k] -> [E]."""
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.broadcast_to(np.arange(scores.shape[-1]), order.shape), axis=-1)
+    found = np.take_along_axis(rank, truth, axis=-1)
+    return np.bincount(found.ravel(), minlength=scores.shape[-1])
