@@ -17,6 +17,7 @@ from seqmoe.profiles.errors import SeqmoeError
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import rss_bytes
 from seqmoe.profiles.spec import LinkSpec
+from seqmoe.profiles.startup import quick_imports
 
 PACKAGES = ("seqmoe", "torch", "transformers", "numpy", "numba", "safetensors", "optuna")
 
@@ -24,7 +25,8 @@ PACKAGES = ("seqmoe", "torch", "transformers", "numpy", "numba", "safetensors", 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """The facts about `job["model"]`; reads records for `job["link_seconds"]` if that is more than 0."""
     # All that a run imports, so that the resident set is that of a run at the moment it plans its memory.
-    import seqmoe.runtime.engine  # noqa: F401
+    with quick_imports():
+        import seqmoe.runtime.engine  # noqa: F401
     from seqmoe.runtime.checkpoint import Checkpoint
     from seqmoe.runtime.extents import plan_records
 

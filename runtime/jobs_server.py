@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from seqmoe.profiles.machine import count_as_resident, resident_files_bytes
+from seqmoe.profiles.startup import quick_imports
 from seqmoe.runtime.jobs_process import die_with_parent, job_result, process_error, run_job
 
 SERVER_COMMAND = (sys.executable, "-m", "seqmoe.runtime.jobs_server")
@@ -206,7 +207,8 @@ def _contents(file: IO[bytes]) -> bytes:
 def main() -> int:
     """Entry point of the server's process; its last argument is the number of its socket."""
     die_with_parent()
-    from seqmoe.runtime import engine, measure  # noqa: F401  what no job has to wait for again
+    with quick_imports():
+        from seqmoe.runtime import engine, measure  # noqa: F401  what no job has to wait for again
 
     with socket.socket(fileno=int(sys.argv[-1])) as channel:
         serve(channel, measure.main)

@@ -4,18 +4,19 @@
         | python -m seqmoe.runtime.measure
 
 Keys of a job: `model` (name or folder), `mode`, `knobs` (object), `memory_bytes`, `slots`, `residency`, `context`,
-`prompts`, `max_new_tokens`, `warmup_tokens` (decoded before the clock starts), `seed`, `link`, `replay` (npz of a
-trace), `batched` (all prompts as one batch instead of one after the other). Tokens/s are over all decode steps of all
+`prompts`, `max_new_tokens`, `warmup_tokens` (decoded before the clock starts), `seed`, `link`, `replay` (a
+trace, .safetensors or .npz), `batched` (all prompts as one batch instead of one after the other). Tokens/s are over all decode steps of all
 prompts. An error a user can meet becomes `{"error": {"type", "message", "exit_code"}}` and that exit code.
 """
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from seqmoe.profiles.errors import SeqmoeError, UsageError
+from seqmoe.profiles.startup import quick_imports
 from seqmoe.runtime.jobs_process import die_with_parent
 
 _KEYS: dict[str, type] = {
@@ -46,7 +47,9 @@ def run(job: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in job.items():
         _check(key, value)
     from seqmoe.profiles.knobs import Knobs
-    from seqmoe.runtime.engine import Engine  # after the job is known to be well-formed: this imports torch
+
+    with quick_imports():  # after the job is known to be well-formed
+        from seqmoe.runtime.engine import Engine
 
     prompts = list(job.get("prompts") or ["Once upon a time"])
     new_tokens = int(job.get("max_new_tokens") or 32)
@@ -104,8 +107,13 @@ def _check(key: str, value: object) -> None:
                 )
 
 
-def main() -> int:
-    """Entry point of `python -m seqmoe.runtime.measure`; returns the exit code."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Entry point of `python -m seqmoe.runtime.measure`; returns the exit code. `arguments`: --help, or none."""
+    if arguments:
+        if set(arguments) <= {"--help", "-h"}:
+            print(f"Usage: python -m seqmoe.runtime.measure < job.json\n\n{(__doc__ or '').rstrip()}")
+            return 0
+        return _fail(UsageError(f"no argument {arguments[0]!r}: the job is read from standard input (see --help)"))
     die_with_parent()
     try:
         job = json.loads(sys.stdin.read())
@@ -129,4 +137,4 @@ def _fail(error: SeqmoeError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
