@@ -30,7 +30,7 @@ from seqmoe.predictors.trace_file import parse_sequences, read_trace
 from seqmoe.predictors.within_step import SOURCES, WithinStep, evaluate_within_step, load_within_step
 from seqmoe.profiles.cliutil import Command, emit_json, json_option, require
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import check_writable
+from seqmoe.profiles.files import check_output
 
 EXAMPLES = f"""\b
 Examples:
@@ -96,7 +96,7 @@ def eval_command(
     chosen_names = [name.strip() for name in names.split(",") if name.strip()]
     require(bool(chosen_names), f"--predictor is empty; it takes a folder, or of {', '.join(NAMES)}")
     if plot:
-        check_writable(plot)
+        check_output(plot)
     require(not save_calibration or calibrate_sequences is not None, "--save-calibration needs --calibrate-sequences")
     judged = parse_sequences(sequences) if sequences else None
     trace = read_trace(traces, judged)

@@ -10,6 +10,7 @@ from seqmoe.predictors.batches import Batch, Steps, assemble, pack
 from seqmoe.predictors.losses import kl_loss, ranking_loss, ranks
 from seqmoe.predictors.mamba2 import Boundaries, Mamba2State
 from seqmoe.predictors.seq2seq import NO_TOKEN, GroupNet, Seq2SeqNet
+from seqmoe.predictors.seq2seq_features import History, later_matches
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,16 @@ def batch_loss(net: Seq2SeqNet, batch: Batch, objective: Objective, own_share: f
         layers = slice(group.first, group.last)
         psi = batch.psi[:, :, layers]
         weight = group.layers / net.config.num_layers
-        if own_share:
-            logits, boundaries = group.forward_with_boundaries(psi, rows, batch.segments)
-        else:
-            logits, boundaries = group(psi, rows, batch.segments), ()
         ids, shares = batch.ids[:, :, layers], batch.shares[:, :, layers]
+        history = group.history(psi, rows, batch.segments, ids)
+        if own_share:
+            logits, boundaries = group.forward_with_boundaries(history, rows, batch.segments)
+        else:
+            logits, boundaries = group(history, rows, batch.segments), ()
         part, part_kl = _rows_loss(logits, ids, shares, batch.valid, objective)
         loss, kl = loss + weight * part, kl + weight * float(part_kl.detach())
         if own_share:
-            ahead = unroll(group, logits, boundaries, batch, rows, objective.horizon, own_share)
+            ahead = unroll(group, history, logits, boundaries, batch, rows, objective.horizon, own_share)
             parts = [_rows_loss(a.logits, a.ids, a.shares, a.valid, objective)[0] for a in ahead]
             if parts:
                 loss = loss + weight * objective.recursion * torch.stack(parts).mean()
@@ -79,6 +81,7 @@ class Ahead:
 
 def unroll(
     group: GroupNet,
+    history: History,
     logits: torch.Tensor,
     boundaries: Sequence[Boundaries],
     batch: Batch,
@@ -101,24 +104,35 @@ def unroll(
         for b in boundaries
     )
     fed = logits[:, starts - 1].flatten(0, 1)  # [a, n, E]
+    spec = group.spec
     anchor_segments = batch.segments[:, starts - 1]
+    # the running means as the anchor saw them
+    means = history.features[:, starts - 1, 1 : spec.first_match].flatten(0, 1)  # [a, decays, F]
+    decays = torch.tensor(spec.decays, device=logits.device).unsqueeze(-1)
     out = []
-    for ahead in range(horizon - 1):
-        at = starts + ahead
+    for ahead in range(1, horizon):
+        at = starts + ahead - 1
         exists = at < steps
         at = at.clamp_max(steps - 1)
-        psi = group.feed_back(fed.detach())
         same = (batch.segments[:, at] == anchor_segments) & exists
         valid = (batch.valid[:, at] & same).flatten()
+        root = group.feed_back(fed.detach()).flatten(1).sqrt().unsqueeze(1)
+        means = decays * means + (1 - decays) * root
+        matches = later_matches(spec, history, starts - 1, ahead).flatten(0, 1)
+        parts = [root, means, matches]
+        if group.table is not None:
+            parts.append(group.table[NO_TOKEN].expand_as(root))
+        features = torch.cat(parts, dim=1)
         own: torch.Tensor | bool = True
         step_rows = None
         if own_share < 1:
             own = (torch.rand(valid.shape, device=valid.device) < own_share) | ~valid
-            truth = batch.psi[:, at, layers].flatten(0, 1)
-            psi = torch.where(own[:, None, None], psi, truth)
+            truth = history.features[:, at].flatten(0, 1)
+            features = torch.where(own[:, None, None], features, truth)
+            means = features[:, 1 : spec.first_match]
             if rows is not None:
                 step_rows = rows[:, at].flatten().masked_fill(own, NO_TOKEN)
-        fed, state = group.step(psi, step_rows, state, own)
+        fed, state = group.advance(features, step_rows, state, own)
         ids, shares = batch.ids[:, at, layers].flatten(0, 1), batch.shares[:, at, layers].flatten(0, 1)
         out.append(Ahead(fed, ids, shares, valid))
     return out
@@ -156,13 +170,16 @@ def measure(net: Seq2SeqNet, steps: Steps, horizon: int = 8, most_steps: int = 8
         for group in net.nets():
             layers = slice(group.first, group.last)
             ids = batch.ids[:, :, layers]
-            logits, boundaries = group.forward_with_boundaries(batch.psi[:, :, layers], rows, batch.segments)
+            history = group.history(batch.psi[:, :, layers], rows, batch.segments)
+            logits, boundaries = group.forward_with_boundaries(history, rows, batch.segments)
             place = ranks(logits[later], ids[later])
             hits += torch.tensor([float((place < m).sum()) for m in most], dtype=torch.float64)
             count += place.numel()
             values = kl_loss(logits[later].log_softmax(-1), ids[later], batch.shares[:, :, layers][later])
             kl_sum, kl_count = kl_sum + float(values.sum()), kl_count + values.numel()
-            for number, future in enumerate(unroll(group, logits, boundaries, batch, rows, horizon, 1.0), start=1):
+            for number, future in enumerate(
+                unroll(group, history, logits, boundaries, batch, rows, horizon, 1.0), start=1
+            ):
                 place = ranks(future.logits[future.valid], future.ids[future.valid])
                 ahead_hits[number] += (place < target).sum()
                 ahead_count[number] += place.numel()

@@ -21,7 +21,7 @@ FORMAT = "seqmoe-seq2seq"
 VERSION = 1
 WEIGHTS, METADATA = "predictor.safetensors", "predictor.json"
 # small, and what a rounding error in them does grows along the sequence
-_KEPT_FLOAT32 = ("A_log", "dt_bias", ".D", "norm.weight", "conv1d.weight", "conv1d.bias", "recursed", ".bias")
+_KEPT_FLOAT32 = ("A_log", "dt_bias", ".D", "norm.weight", "conv1d.weight", "conv1d.bias", "recursed", ".bias", "seen")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def save_predictor(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, temporary)
+        temporary.chmod(0o644)  # safetensors makes it for the owner only
         digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
         temporary.replace(target)
     except OSError as error:
@@ -171,12 +172,13 @@ def _config(path: Path, raw: Any) -> Seq2SeqConfig:
                 raise CheckpointError(f"{path}: config.{name} is missing")
             continue
         value = raw[name]
-        if name == "split":
-            if not isinstance(value, list) or not all(type(layer) is int for layer in value):
-                raise CheckpointError(f"{path}: config.split must be a list of integers, got {value!r}")
+        kind = {"feedback": str, "token_weight": float, "decays": float, "betas": float}.get(name, int)
+        if name in ("split", "decays", "betas"):
+            if not isinstance(value, list) or not all(type(part) is kind for part in value):
+                raise CheckpointError(f"{path}: config.{name} must be a list of type {kind.__name__}, got {value!r}")
             value = tuple(value)
-        elif type(value) is not (str if name == "feedback" else int):
-            raise CheckpointError(f"{path}: config.{name} must be of type {known.type}, got {value!r}")
+        elif type(value) is not kind:
+            raise CheckpointError(f"{path}: config.{name} must be of type {kind.__name__}, got {value!r}")
         values[name] = value
     try:
         return Seq2SeqConfig(**values)

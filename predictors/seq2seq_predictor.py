@@ -13,12 +13,11 @@ from seqmoe.predictors.mamba2 import Mamba2State
 from seqmoe.predictors.psi import psi_numpy
 from seqmoe.predictors.seq2seq import GroupNet, NetState, Seq2SeqNet
 from seqmoe.predictors.seq2seq_file import PredictorInfo, load_predictor
-from seqmoe.predictors.seq2seq_step import FastStep
+from seqmoe.predictors.seq2seq_step import KEPT_STEPS, FastStep
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import UsageError
 
 Array = NDArray[np.float32]
-_BLOCK = 128  # anchors that `forecast_trace` lets recurse at a time; each holds a state
 
 
 class Stepper(Protocol):
@@ -29,8 +28,11 @@ class Stepper(Protocol):
     def start(self, batch: int) -> Any:
         """The state of sequences that have seen nothing."""
 
-    def step(self, psi: Array, rows: NDArray[np.int64] | None, state: Any, recursed: bool) -> tuple[Array, Any]:
-        """psi [b, n, E], token rows [b] or None -> (logits [b, n, E], state after)."""
+    def step(self, psi: Array, rows: NDArray[np.int64] | None, state: Any) -> tuple[Array, Any]:
+        """Psi of the step before, token rows [b] or None -> (logits [b, n, E], state after)."""
+
+    def recurse(self, psi: Array, state: Any) -> tuple[Array, Any]:
+        """One step further, fed what was forecast -> (logits [b, n, E], state after)."""
 
     def feed_back(self, logits: Array) -> Array:
         """The next input in recursion, [b, n, E]."""
@@ -51,13 +53,17 @@ class TorchStep:
         return self.net.start(batch)
 
     @torch.inference_mode()
-    def step(
-        self, psi: Array, rows: NDArray[np.int64] | None, state: NetState, recursed: bool
-    ) -> tuple[Array, NetState]:
-        """psi [b, n, E], token rows [b] or None -> (logits [b, n, E], state after)."""
+    def step(self, psi: Array, rows: NDArray[np.int64] | None, state: NetState) -> tuple[Array, NetState]:
+        """Psi of the step before, token rows [b] or None -> (logits [b, n, E], state after)."""
         device = self.net.recursed.device
         given = None if rows is None else torch.from_numpy(rows).to(device)
-        logits, after = self.net.step(torch.tensor(psi, device=device), given, state, recursed)
+        logits, after = self.net.step(torch.tensor(psi, device=device), given, state)
+        return logits.float().cpu().numpy(), after
+
+    @torch.inference_mode()
+    def recurse(self, psi: Array, state: NetState) -> tuple[Array, NetState]:
+        """One step further, fed what was forecast -> (logits [b, n, E], state after)."""
+        logits, after = self.net.recurse(torch.tensor(psi, device=self.net.recursed.device), state)
         return logits.float().cpu().numpy(), after
 
     @torch.inference_mode()
@@ -67,9 +73,19 @@ class TorchStep:
 
     def stack(self, states: list[NetState]) -> NetState:
         """States of one sequence each, as one state of them all."""
-        return tuple(
+        blocks = tuple(
             Mamba2State(torch.cat([s.conv for s in parts]), torch.cat([s.ssm for s in parts]))
-            for parts in zip(*states, strict=True)
+            for parts in zip(*(state.blocks for state in states), strict=True)
+        )
+        return NetState(
+            torch.cat([state.memory for state in states]),
+            torch.cat([state.tokens for state in states]),
+            torch.cat([state.filled for state in states]),
+            torch.cat([state.fed for state in states]),
+            torch.cat([state.means for state in states]),
+            torch.cat([state.weights for state in states]),
+            torch.cat([state.ahead for state in states]),
+            blocks,
         )
 
 
@@ -98,7 +114,7 @@ class GroupPredictor:
         logits, state = self._advance(rows)
         out = [logits]
         for _ in range(horizon - 1):
-            logits, state = self.stepper.step(self.stepper.feed_back(logits), None, state, True)
+            logits, state = self.stepper.recurse(self.stepper.feed_back(logits), state)
             out.append(logits)
         return np.stack(out, axis=1)
 
@@ -108,7 +124,7 @@ class GroupPredictor:
             known, logits, state = self._done
             if known is rows or (known is not None and rows is not None and np.array_equal(known, rows)):
                 return logits, state
-        logits, state = self.stepper.step(self._seen, rows, self._state, False)
+        logits, state = self.stepper.step(self._seen, rows, self._state)
         self._done = (rows, logits, state)
         return logits, state
 
@@ -183,7 +199,10 @@ class Seq2SeqPredictor:
         device = next(self.net.parameters()).device
         for pieces in whole_sequences(steps, most_steps):
             batch = assemble(steps, pieces, max(row[0][1] for row in pieces)).to(device)
-            logits = [net(batch.psi[:, :, net.first : net.last], batch.rows, batch.segments) for net in self.net.nets()]
+            logits = []
+            for net in self.net.nets():
+                history = net.history(batch.psi[:, :, net.first : net.last], batch.rows, batch.segments)
+                logits.append(net(history, batch.rows, batch.segments))
             scores = torch.cat(logits, dim=2).softmax(-1).cpu().numpy()
             for row, ((first, count, _),) in enumerate(pieces):
                 out[first : first + count] = scores[row, :count]
@@ -202,17 +221,17 @@ def _trace_logits(group: GroupPredictor, shifted: Array, rows: NDArray[np.int64]
     stepper, steps = group.stepper, len(shifted)
     out = np.empty((steps, horizon, *shifted.shape[1:]), dtype=np.float32)
     state = stepper.start(1)
-    for begin in range(0, steps, _BLOCK):
-        end, states = min(begin + _BLOCK, steps), []
+    for begin in range(0, steps, KEPT_STEPS):
+        end, states = min(begin + KEPT_STEPS, steps), []
         for t in range(begin, end):
             given = None if rows is None else rows[t : t + 1]
-            logits, state = stepper.step(shifted[t : t + 1], given, state, False)
+            logits, state = stepper.step(shifted[t : t + 1], given, state)
             out[t, 0] = logits[0]
             states.append(state)
         if horizon > 1:
             ahead, logits = stepper.stack(states), out[begin:end, 0]
             for h in range(1, horizon):
-                logits, ahead = stepper.step(stepper.feed_back(logits), None, ahead, True)
+                logits, ahead = stepper.recurse(stepper.feed_back(logits), ahead)
                 out[begin:end, h] = logits
     return out
 

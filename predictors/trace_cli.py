@@ -13,7 +13,7 @@ from seqmoe.predictors.trace_import import import_trace
 from seqmoe.predictors.trace_stats import TraceStats, plot_stats, trace_stats
 from seqmoe.profiles.cliutil import Command, Group, emit_json, json_option, require
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import check_writable
+from seqmoe.profiles.files import check_output
 
 # name -> (module:attribute, short help), for subcommands that need the engine
 LAZY: dict[str, tuple[str, str]] = {
@@ -31,7 +31,7 @@ Examples:
   seqmoe trace import routing.jsonl trace.safetensors
 
 \b
-JSON lines, one sequence a line; weights and tokens may be left out:
+JSON lines, one sequence a line; weights and tokens may be left out, of all lines alike:
   {"experts": [[[3, 17], [0, 5]], [[3, 9], [5, 2]]],
    "weights": [[[0.7, 0.3], [0.6, 0.4]], [[0.9, 0.1], [0.5, 0.5]]],
    "tokens": [1212, 11]}
@@ -60,9 +60,10 @@ def trace_group() -> None:
 @click.option("--digest", default="", help="The model's digest, which other commands then check.")
 @json_option
 def import_command(source: Path, out: Path, experts: int | None, model_name: str, digest: str, as_json: bool) -> int:
-    """Turn SOURCE (.npz or .jsonl) into a trace file OUT (.safetensors)."""
+    """Turn SOURCE (.npz or .jsonl) into a trace file OUT (.safetensors). An OUT that is there is replaced."""
     require(out.suffix == ".safetensors", f"{out}: a trace file's name must end in .safetensors")
-    check_writable(out)
+    check_output(out)
+    replaces = out.exists()
     trace = import_trace(source, experts, TraceMeta(digest, model_name, source.name))
     write_trace(out, trace)
     open_trace(out)
@@ -70,11 +71,11 @@ def import_command(source: Path, out: Path, experts: int | None, model_name: str
     if as_json:
         sizes = {"sequences": trace.num_sequences, "steps": trace.num_steps, "layers": trace.num_layers}
         more = {"experts": trace.num_experts, "k": trace.top_k, "bytes": out.stat().st_size}
-        emit_json({"path": str(out), **sizes, **more, **known})
+        emit_json({"path": str(out), "replaced": replaces, **sizes, **more, **known})
     else:
         extras = ", ".join(name if there else f"no {name}" for name, there in known.items())
         click.echo(
-            f"{out}: {trace.num_sequences} sequences, {trace.num_steps} steps, {trace.num_layers} layers, "
+            f"{out}{' (replaced)' if replaces else ''}: {trace.num_sequences} sequences, {trace.num_steps} steps, {trace.num_layers} layers, "
             f"{trace.top_k} of {trace.num_experts} experts, {extras}, {out.stat().st_size / 2**20:.1f} MiB"
         )
     return 0
@@ -89,9 +90,9 @@ def import_command(source: Path, out: Path, experts: int | None, model_name: str
 def stats_command(
     trace_path: Path, sequences: str | None, residency: str | None, plot: Path | None, as_json: bool
 ) -> int:
-    """Overlap of consecutive steps, popularity and entropy per layer, and what LRU and the optimum (Belady) would hit."""
+    """Overlap of consecutive steps, popularity and entropy per layer, and what LRU, Belady's optimum and a fixed choice would hit."""
     if plot:
-        check_writable(plot)
+        check_output(plot)
     chosen = parse_sequences(sequences) if sequences else None
     try:
         shares = [float(part) for part in residency.split(",")] if residency else None
@@ -134,9 +135,11 @@ def _layers_table(stats: TraceStats, path: Path) -> Table:
 
 
 def _curves_table(stats: TraceStats) -> Table:
-    table = Table(
-        title="hit rate by residency", caption="caches cold at every sequence; static: most popular of this trace"
+    caption = (
+        "lru and belady (the optimum of such caches) start empty at every sequence; static: this very trace's most popular, "
+        "known beforehand and loaded before the start, so it can be above belady"
     )
+    table = Table(title="hit rate by residency", caption=caption)
     table.add_column("residency", justify="right")
     table.add_column("slots a layer", justify="right")
     for curve in stats.curves:

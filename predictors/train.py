@@ -26,7 +26,7 @@ from seqmoe.predictors.seq2seq import Dropout, Seq2SeqConfig, Seq2SeqNet
 from seqmoe.predictors.seq2seq_file import PredictorInfo, save_predictor
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.train_options import TrainOptions
-from seqmoe.predictors.train_start import start_from_ridge
+from seqmoe.predictors.train_start import fill_tables, start_from_ridge
 from seqmoe.predictors.train_state import Progress, load_checkpoint, save_checkpoint, trace_digest
 from seqmoe.profiles.errors import UsageError
 
@@ -122,8 +122,10 @@ class Trainer:
         self.validation = None if validation is None else Steps.of(validation, vocabulary)
         torch.manual_seed(options.seed)
         self.net = Seq2SeqNet(config).to(place.device)
-        if not resume and options.ridge_start:
-            start_from_ridge(self.net, self.steps)
+        if not resume:
+            fill_tables(self.net, self.steps)
+            if options.ridge_start:
+                start_from_ridge(self.net, self.steps)
         self.net.set_dropout(options.dropout)
         self.average = copy.deepcopy(self.net).eval()
         self.average.set_dropout(Dropout())
@@ -183,7 +185,7 @@ class Trainer:
             seconds = self._time_step(rows, 0.0), self._time_step(rows, 0.5)
             share = options.teacher_share
             each = share * seconds[0] + (1 - share) * seconds[1]
-            left = 0.93 * options.budget_s - _TIMED_STEPS * sum(seconds)  # the rest validates
+            left = 0.85 * options.budget_s - _TIMED_STEPS * sum(seconds)  # the rest validates
             self.progress.total = max(1, int(self._agreed(left / each)))
 
     def _time_step(self, rows: list[list[Piece]], own_share: float) -> float:

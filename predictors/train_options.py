@@ -13,20 +13,20 @@ from seqmoe.profiles.errors import UsageError
 class TrainOptions:
     """Settings of one training. A checkpoint is resumed only under the same ones. UsageError for what cannot be."""
 
-    epochs: int = 24  # passes over the training sequences, both phases together
+    epochs: int = 12  # passes over the training sequences, both phases together
     budget_s: float | None = None  # replaces `epochs` by as many as are likely to fit; never exceeded by much
     teacher_share: float = 0.6  # of all steps that teacher forcing takes; the rest trains recursion too
     ridge_start: bool = True  # begin at the ridge regression of one step on the one before
     batch_rows: int = 2  # rows of packed sequences in one step, all processes together
     row_steps: int = 512
     learning_rate: float = 1.5e-3
-    weight_decay: float = 0.1
+    weight_decay: float = 0.2
     warmup: int = 60  # steps
     clip: float = 1.0  # largest norm of the gradient
     ema: float = 0.995  # of the weights; what is validated and saved
     patience: int = 5  # validations without gain that end a phase
     seed: int = 0
-    dropout: Dropout = field(default_factory=lambda: Dropout(input=0.1, hidden=0.2, token=0.2))
+    dropout: Dropout = field(default_factory=lambda: Dropout(input=0.2, hidden=0.3, token=0.3))
     objective: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:

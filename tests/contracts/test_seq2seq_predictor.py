@@ -21,19 +21,23 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 VOCABULARY = Vocabulary(np.arange(15))
 
 
-def net(tokens: bool, split: tuple[int, ...] = (3,), blocks: int = 1, feedback: str = "psi") -> Seq2SeqNet:
+def net(
+    tokens: bool, split: tuple[int, ...] = (3,), blocks: int = 1, feedback: str = "psi", window: int = 512
+) -> Seq2SeqNet:
     torch.manual_seed(0)
     config = Seq2SeqConfig(
         3, 8, 2, split, hidden=32, d_state=16, headdim=16, chunk=8, blocks=blocks,
-        token_rows=VOCABULARY.rows if tokens else 0, feedback=feedback,
+        token_rows=VOCABULARY.rows if tokens else 0, feedback=feedback, window=window,
     )  # fmt: skip
     made = Seq2SeqNet(config).eval()
     with torch.no_grad():
         for group in made.nets():  # large enough for forecasts to differ clearly
             group.recursed.normal_()
             group.output.weight.mul_(4)
-            if group.token is not None:
+            if group.token is not None and group.table is not None and group.seen is not None:
                 group.token.weight.normal_()
+                group.table.uniform_()
+                group.seen += 3
     return made
 
 
@@ -106,29 +110,45 @@ def test_a_batch_is_its_sequences_side_by_side(fast: bool) -> None:
 def test_fast_steps_are_those_of_the_network_but_for_rounding(blocks: int, feedback: str) -> None:
     made = net(True, blocks=blocks, feedback=feedback).nets()[0]
     fast, slow = FastStep(made), TorchStep(made)
-    for name, scale in (("input", "input_scale"), ("output", "output_scale")):  # weights that int8 holds exactly
-        layer = getattr(made, name)
-        values = getattr(fast.weights, name).astype(np.float32)
-        scales = getattr(fast.weights, scale)
-        exact = values.T * scales[:, None] if name == "input" else values * scales[:, None]
-        layer.weight.data = torch.from_numpy(np.ascontiguousarray(exact))
+    w = fast.weights  # give the network the weights that int8 holds exactly
+    inputs = np.zeros((32, 7, 24), dtype=np.float32)
+    inputs[:, :3] = (w.sparse * w.sparse_scale[:, None]).transpose(2, 0, 1)
+    inputs[:, 3:6] = (w.dense * w.dense_scale[:, None]).reshape(32, 24, 3).transpose(0, 2, 1)
+    made.input.weight.data = torch.from_numpy(inputs.reshape(32, -1))
+    made.output.weight.data = torch.from_numpy(w.output * w.output_scale[:, None])
     assert made.token is not None
-    made.token.weight.data = torch.from_numpy(fast.weights.token * fast.weights.token_scale[:, None])
+    made.token.weight.data = torch.from_numpy(w.token * w.token_scale[:, None])  # the table's part is in it
     for i, block in enumerate(made.mixers()):
-        in_proj = fast.weights.in_proj[i] * fast.weights.in_scale[i][:, None]
-        out_proj = fast.weights.out_proj[i] * fast.weights.out_scale[i][:, None]
-        block.mixer.in_proj.weight.data, block.mixer.out_proj.weight.data = map(torch.from_numpy, (in_proj, out_proj))
+        block.mixer.in_proj.weight.data = torch.from_numpy(w.in_proj[i] * w.in_scale[i][:, None])
+        block.mixer.out_proj.weight.data = torch.from_numpy(w.out_proj[i] * w.out_scale[i][:, None])
     rng = np.random.default_rng(0)
-    states: tuple[object, object] = fast.start(2), slow.start(2)
-    for i in range(12):
-        psi = rng.random((2, 3, 8), dtype=np.float32)
-        psi /= psi.sum(-1, keepdims=True)
+    quick_state, slow_state = fast.start(2), slow.start(2)
+    for i in range(30):
+        ids = np.argsort(rng.random((2, 3, 8)), axis=-1)[..., :2]
+        psi = psi_numpy(ids, rng.random(ids.shape), 8) * (i > 0)
         rows = None if i % 3 == 0 else rng.integers(0, VOCABULARY.rows, 2)
-        quick, after = fast.step(psi, rows, states[0], i % 2 == 1)  # type: ignore[arg-type]
-        reference, slow_after = slow.step(psi, rows, states[1], i % 2 == 1)  # type: ignore[arg-type]
-        states = after, slow_after
-        np.testing.assert_allclose(quick, reference, rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(fast.feed_back(reference), slow.feed_back(reference), atol=1e-6)
+        quick, quick_state = fast.step(psi, rows, quick_state)
+        reference, slow_state = slow.step(psi, rows, slow_state)
+        np.testing.assert_allclose(quick, reference, rtol=1e-3, atol=1e-3)
+        later, slow_later = quick_state, slow_state
+        for _ in range(4):
+            fed = slow.feed_back(reference)
+            np.testing.assert_allclose(fast.feed_back(reference), fed, atol=1e-6)
+            quick, later = fast.recurse(fed, later)
+            reference, slow_later = slow.recurse(fed, slow_later)
+            np.testing.assert_allclose(quick, reference, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_sequences_longer_than_the_window_are_forecast_alike(fast: bool) -> None:
+    made = predictor(True, fast, window=9)
+    sequence = trace(300)  # longer than what the fast memory keeps, too
+    whole = made.forecast_trace(sequence, 2, True)
+    np.testing.assert_allclose(whole, replay_forecasts(made, sequence, 2, True), atol=1e-5)
+    exact = predictor(True, False, window=9).forecast_many(sequence, True)
+    np.testing.assert_allclose(exact, whole[:, 0], atol=0.05 if fast else 1e-4)
+    far = predictor(True, fast, window=8).forecast_trace(sequence, 2, True)
+    assert not np.allclose(far, whole, atol=1e-4)
 
 
 def test_later_steps_cannot_be_seen() -> None:
