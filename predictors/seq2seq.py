@@ -299,7 +299,7 @@ def parameter_count(config: Seq2SeqConfig) -> int:
 def hidden_for_budget(config: Seq2SeqConfig, budget_bytes: int, bytes_per_weight: int = 2, most: int = 512) -> int:
     """The widest hidden size up to `most`, a multiple of 64, whose groups together stay under the budget.
 
-    64 when none does: a predictor must at least work. Wider than 512 has not forecast better (docs/results.md).
+    64 when none does: a predictor must at least work. Wider than 512 takes longer for a step than a forecast may.
     """
     widths = range(64, most + 1, 64)
     fitting = [w for w in widths if parameter_count(config.replace(hidden=w)) * bytes_per_weight <= budget_bytes]

@@ -170,6 +170,12 @@ class Seq2SeqPredictor:
         for group in self.groups:
             group.observe(activations[:, group.first : group.last], rows)
 
+    def prefill(self, activations: Array, tokens: NDArray[np.integer] | None = None) -> None:
+        """A prompt has run: its Psi [b, S, L, E] and the tokens [b, S] that were fed, where they are known. Afterwards
+        `forecast` is for the first step after the prompt."""
+        for step in range(activations.shape[1]):
+            self.observe(activations[:, step], None if tokens is None else tokens[:, step])
+
     def forecast(self, horizon: int, tokens: NDArray[np.integer] | None = None) -> Array:
         """Scores [b, horizon, L, E] that sum to 1 over the experts. Changes no state."""
         if horizon < 1:

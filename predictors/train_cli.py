@@ -32,7 +32,7 @@ Examples:
   seqmoe train --traces routing.npz --train 0:256 --validation 256:288 --tokens --budget 20m --out predictor
   seqmoe train --traces routing.npz --trigger-layers 12,24 --expert-bytes 11GiB --byte-budget 1% --out two
   seqmoe train --traces routing.npz --out predictor --resume
-  torchrun --nproc-per-node 2 -m seqmoe.autotune train --traces routing.npz --out predictor
+  torchrun --nproc-per-node 2 --no-python seqmoe train --traces routing.npz --out predictor
 """
 
 
@@ -169,9 +169,10 @@ def split_sequences(trace: Trace, train: str | None, validation: str | None) -> 
     everything = range(trace.num_sequences)
     chosen = parse_sequences(train, "--train") if train else None
     held = parse_sequences(validation, "--validation") if validation else None
-    if held is None:
-        rest = list(everything) if chosen is None else [i for i in everything if i not in set(chosen)]
-        held = rest if chosen is not None else rest[VALIDATION_SHARE - 1 :: VALIDATION_SHARE]
+    if held is None:  # of what may be learned from: the others may be meant for tests
+        named = list(everything) if chosen is None else chosen
+        held = named[VALIDATION_SHARE - 1 :: VALIDATION_SHARE] or named[1:][-1:]  # of a few, the last
+        chosen = [i for i in named if i not in set(held)]
     if chosen is None:
         chosen = [i for i in everything if i not in set(held)]
     both = sorted(set(chosen) & set(held))

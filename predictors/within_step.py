@@ -20,7 +20,6 @@ from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import UsageError
 
 ADAPTERS = "adapters.safetensors"
-RANK, EPOCHS, LEARNING_RATE = 32, 6, 3e-3
 SOURCES = ("sequence", "adapters", "fused")
 
 
@@ -62,9 +61,7 @@ def fit_within_step(
     progress: Callable[[int, int, float], None] | None = None,
 ) -> tuple[SpecPrefetch, Fusion]:
     """Trains adapters on traces with router inputs, fits the fusion on validation ones, and writes both into `folder`."""
-    adapters = SpecPrefetch.fit(
-        training, routers, rank=RANK, depth=depth, epochs=EPOCHS, learning_rate=LEARNING_RATE, seed=seed, progress=progress
-    )
+    adapters = SpecPrefetch.fit(training, routers, depth=depth, seed=seed, progress=progress)
     fusion = fit_fusion(predictor, adapters, validation, predictor.uses_tokens and validation.tokens is not None)
     adapters.save(folder / ADAPTERS)
     fusion.save(folder)

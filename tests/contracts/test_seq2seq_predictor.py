@@ -196,3 +196,14 @@ def test_saved_and_loaded_it_forecasts_the_same(tmp_path: Path) -> None:
     ).stat().st_size
     half = load_predictor(tmp_path / "half").forecast_trace(trace(), 1, True)
     np.testing.assert_allclose(half, whole[:, :1], atol=0.05)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_prompt_is_taken_in_one_go(fast: bool) -> None:
+    made, one = predictor(True, fast, split=(1, 3)), trace(30)
+    activations = psi_numpy(one.expert_ids, one.expert_weights, one.num_experts)[None]
+    assert one.tokens is not None
+    made.start(1)
+    made.prefill(activations[:, :25], one.tokens[None, :25])
+    expected = made.forecast_trace(one, 2, True)[25]
+    np.testing.assert_allclose(made.forecast(2, one.tokens[25:26])[0], expected, atol=2e-4)

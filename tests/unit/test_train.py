@@ -155,9 +155,12 @@ def test_sequences_are_split_and_never_shared() -> None:
     learn, check = split_sequences(trace, None, None)
     assert check is not None and (learn.num_sequences, check.num_sequences) == (16, 2)
     learn, check = split_sequences(trace, "0:10", None)
-    assert check is not None and (learn.num_sequences, check.num_sequences) == (10, 8)
+    assert check is not None and (learn.num_sequences, check.num_sequences) == (9, 1)
     learn, check = split_sequences(trace, None, "0:10")
     assert check is not None and (learn.num_sequences, check.num_sequences) == (8, 10)
+    learn, check = split_sequences(trace, "3:5", None)
+    assert check is not None and (learn.num_sequences, check.num_sequences) == (1, 1)
+    assert split_sequences(trace, "3:4", None)[1] is None
     with pytest.raises(UsageError, match="both name sequence 3"):
         split_sequences(trace, "0:4", "3:6")
 
