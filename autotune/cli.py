@@ -1,5 +1,6 @@
 """`seqmoe-tune`: measure this machine, find the settings that run a model fastest on it, prove it, write the profile."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ import click
 from rich.console import Console
 
 from seqmoe.profiles.cliutil import DURATION, INTERRUPTED, LINK, SIZE, Command, emit_json, json_option, require
-from seqmoe.profiles.files import check_writable
+from seqmoe.profiles.files import check_output
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import machine_spec, memory_facts
 from seqmoe.profiles.schema import write_profile
@@ -86,9 +87,12 @@ then holds the best so far, untested); others are errors, one line each.
     "--storage", help="Optuna storage URL instead of a journal in the state folder, such as sqlite:///trials.db."
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be done, how long it takes and what it needs; measure nothing."
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be done, how long it takes and what it needs: opens the model and looks at the machine, runs no model.",
 )
 @json_option
+@click.version_option(package_name="seqmoe", prog_name="seqmoe-tune")
 @click.pass_obj
 def tune_command(
     workers: Workers | None,
@@ -111,6 +115,7 @@ def tune_command(
 
     A profile is only ever better than the default, by a measured margin, or it is the default.
     """
+    started = time.monotonic()
     # Here, so that --help does not wait for Optuna.
     from seqmoe.autotune.interrupts import shielded, terminable
     from seqmoe.autotune.measure import measure
@@ -127,7 +132,7 @@ def tune_command(
     workers, stderr = workers or Workers(), Console(stderr=True)
     search_prompts, held_out = load_prompts(prompts)
     out = out or Path(f"{model_id(model)}.profile.yaml")
-    check_writable(out)
+    check_output(out)
     with terminable(), Display(stderr, budget) as display:
         folder = resolve_model(model, progress=display.written)
         display.stage("probe", LINK_SECONDS + 10)
@@ -159,7 +164,8 @@ def tune_command(
             with locked(state), JobServer() as server:
                 fork = room_beside(plan, memory_facts()) >= SERVER_SHARE * probe.process_bytes
                 run = workers.measure or partial(measure, run=server.run if fork else run_job)
-                tuning = Tuning(request, plan, probe, machine_spec(folder), run, display, metadata.version("seqmoe"))
+                version = metadata.version("seqmoe")
+                tuning = Tuning(request, plan, probe, machine_spec(folder), run, display, version, started)
                 opened = open_storage(storage or str(state / JOURNAL))
                 verdict = tuning.run(opened, _study_prefix(probe.spec.digest, plan, request), resume)
                 write_profile(tuning.profile(), out)
@@ -168,7 +174,10 @@ def tune_command(
                 raise
             with shielded():
                 profile = write_profile(tuning.profile(interrupted=True), out)
-            display.note(f"interrupted; {out} holds the best so far ({profile.evidence.reason}); --resume goes on")
+            measured = tuning.search is not None and tuning.search.result.trials > 0
+            what = "the best so far" if measured else "the default settings"
+            note = f"interrupted; {out} holds {what} ({profile.evidence.reason})"
+            display.note(f"{note}; --resume goes on" if measured else note)
             if as_json:
                 emit_json(summary(tuning, str(out), INTERRUPTED))
             return INTERRUPTED

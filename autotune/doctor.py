@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -222,22 +222,23 @@ def compiler() -> Iterator[Finding]:
 
 def model_fits(model: str, memory_bytes: int | None) -> Iterator[Finding]:
     """Does the checkpoint open, and what does it take?"""
-    from seqmoe.autotune.probe import probe_model
-    from seqmoe.profiles.budget import effective_budget, plan_memory
-    from seqmoe.runtime.models import resolve_model
+    from seqmoe.autotune import probe as probing
+    from seqmoe.profiles.budget import plan_memory
+    from seqmoe.runtime.models import model_id, resolve_model
 
     try:
         folder = resolve_model(model)
-        probe = probe_model(folder, "disk", Knobs(), link_seconds=0)
-        spec = probe.spec
+        probe = probing.probe_model(folder, "disk", Knobs(), link_seconds=0)
+        spec = replace(probe.spec, name=model_id(model))
         text = f"{spec.model_type}, {spec.num_layers} layers x {spec.num_experts} experts of {format_bytes(spec.record_bytes)}"
         yield Finding("ok", "model", f"{text}, {format_bytes(spec.experts_bytes + spec.dense_bytes)} in all")
         works, why = direct_io_works(folder) if os.access(folder, os.W_OK) else (True, "")
         if not works:
             yield Finding("note", "model's disk", why, "its experts are read through the page cache")
-        budget = effective_budget(memory_bytes, machine.memory_facts())
+        # As seqmoe-tune plans its runs: what fits here fits there.
+        budget = probing.budget_of_runs(memory_bytes)
         context = min(2048, spec.max_context or 2048)
-        plan = plan_memory(budget.budget_bytes, spec, context, 1, Knobs(), probe.process_bytes)
+        plan = plan_memory(budget.budget_bytes, spec, context, 1, Knobs(), probe.planned_process_bytes)
         share = f"{plan.slots} of {plan.total_experts} experts ({plan.residency:.0%})"
         yield Finding("ok", "model in memory", f"{share} fit in {budget.explanation}")
     except SeqmoeError as error:

@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from seqmoe.profiles.budget import PROCESS_JITTER_BYTES, EffectiveBudget, effective_budget
 from seqmoe.profiles.errors import SeqmoeError
 from seqmoe.profiles.knobs import Knobs
+from seqmoe.profiles.machine import memory_facts
 from seqmoe.profiles.schema import LinkFacts
 from seqmoe.profiles.spec import ModelSpec
 from seqmoe.runtime.jobs_process import run_job
@@ -22,6 +24,19 @@ class Probe:
     process_bytes: int  # resident set after all imports and the checkpoint's headers, before any weight
     packages: dict[str, str]
     link: LinkFacts | None
+
+    @property
+    def planned_process_bytes(self) -> int:
+        """What a run's process is planned to take: what this one took, and by how much starts differ."""
+        return self.process_bytes + PROCESS_JITTER_BYTES
+
+
+def budget_of_runs(asked_bytes: int | None) -> EffectiveBudget:
+    """The budget of runs that are started from this process: it stays beside them, in the same RAM and the same group."""
+    budget = effective_budget(asked_bytes, memory_facts())
+    if budget.bound_by == "asked":
+        return budget
+    return replace(budget, budget_bytes=max(0, budget.budget_bytes - memory_facts().rss_bytes))
 
 
 def probe_model(

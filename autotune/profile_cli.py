@@ -20,7 +20,15 @@ FILE = click.argument("file", type=click.Path(path_type=Path))
 EXIT_STALE = 5  # the exit code of ProfileError: the profile is good, but not for this machine
 
 
-@click.group("profile", cls=Group)
+EXAMPLES = """\b
+Examples:
+  seqmoe profile explain demo.profile.yaml
+  seqmoe profile verify demo.profile.yaml --model demo
+  seqmoe profile diff before.yaml after.yaml
+"""
+
+
+@click.group("profile", cls=Group, epilog=EXAMPLES)
 def profile_group() -> None:
     """Show, explain, verify and compare deployment profiles."""
 
@@ -51,7 +59,7 @@ def explain(file: Path, as_json: bool) -> None:
             click.echo(line)
 
 
-@profile_group.command(cls=Command, epilog="Example: seqmoe profile verify demo.profile.yaml")
+@profile_group.command(cls=Command, epilog="Example: seqmoe profile verify demo.profile.yaml --model ~/models/M")
 @FILE
 @click.option("--model", help="Also open this checkpoint and check that the profile was made for it.")
 @json_option
@@ -63,7 +71,7 @@ def verify(file: Path, model: str | None, as_json: bool) -> int:
         from seqmoe.profiles.fingerprint import check_model
         from seqmoe.runtime.models import resolve_model
 
-        check_model(profile, probe_model(resolve_model(model), "disk", Knobs(), link_seconds=0).spec)
+        check_model(profile, probe_model(resolve_model(model), "disk", Knobs(), link_seconds=0).spec, model)
     checks = compare_machine(profile, machine_spec(file.parent))
     verdict = checks[0].verdict
     if as_json:
@@ -123,9 +131,17 @@ def _explain(profile: Profile) -> list[str]:
     default = Knobs().to_dict()
     for info in knob_infos():
         value = getattr(knobs, info.name)
-        changed = "" if info.name == "slots" or value == default[info.name] else f" (default {default[info.name]})"
-        lines.append(f"  {info.name} = {value}{changed}: {info.help}")
+        same = info.name == "slots" or value == default[info.name]
+        changed = "" if same else f" (default {_knob_value(info.name, default[info.name])})"
+        lines.append(f"  {info.name} = {_knob_value(info.name, value)}{changed}: {info.help}")
     return [*lines, f"evidence: {evidence.status.replace('_', ' ')}. {evidence.reason}".rstrip()]
+
+
+def _knob_value(name: str, value: Any) -> str:
+    """As the file says it (null, true), sizes with their unit."""
+    if name.endswith("_bytes") and value is not None:
+        return format_bytes(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -116,16 +116,13 @@ def print_plan(console: Console, request: Request, plan: Plan) -> None:
 
 def plan_summary(plan: Plan, request: Request) -> dict[str, Any]:
     """The JSON line of --dry-run."""
-    space = [
-        {"name": d.name, "choices": list(d.choices), "low": d.low, "high": d.high} for d in plan.space.dimensions()
-    ]
     return {
         "dry_run": True,
         "memory_bytes": plan.budget.budget_bytes,
         "memory_note": plan.memory_note,
         "memory_plan": plan.space.plan(plan.default).to_dict(),
         "default_knobs": plan.default.to_dict(),
-        "space": space,
+        "space": [dimension.to_dict() for dimension in plan.space.dimensions()],
         "budget_s": request.budget_s,
     }
 

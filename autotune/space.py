@@ -17,7 +17,10 @@ FILL_STEP = 0.05
 
 @dataclass(frozen=True)
 class Dimension:
-    """One thing to choose: out of `choices`, or from `low` to `high` (both included)."""
+    """One thing to choose: out of `choices`, or from `low` to `high` (both included).
+
+    `fill` is the share of the slots that fit which is used; it stands for the knob `slots`. The others are knobs.
+    """
 
     name: str
     choices: tuple[Any, ...] = ()
@@ -25,12 +28,19 @@ class Dimension:
     high: float = 0
     log: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: `choices`, or `low` and `high`; the others are null."""
+        if self.choices:
+            return {"name": self.name, "choices": list(self.choices), "low": None, "high": None}
+        return {"name": self.name, "choices": None, "low": self.low, "high": self.high}
+
     def __str__(self) -> str:
         """For people: `policy: lru, lfu, static` or `read_threads: 1 to 16`."""
         if self.choices:
             text = ", ".join(format_bytes(c) if self.name.endswith("_bytes") else str(c) for c in self.choices)
         else:
             text = f"{self.low:g} to {self.high:g}" + (" (logarithmic)" if self.log else "")
+            text += " of the slots that fit" if self.name == "fill" else ""
         return f"{self.name}: {text}"
 
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from seqmoe.autotune.interrupts import shielded
 from seqmoe.autotune.measure import Failure, Measure, Measurement, Workload
-from seqmoe.autotune.probe import Probe
+from seqmoe.autotune.probe import Probe, budget_of_runs
 from seqmoe.autotune.prompts import prompts_digest
 from seqmoe.autotune.search import MAX_TRIALS, Search, TrialReport, study_names
 from seqmoe.autotune.space import Space
 from seqmoe.autotune.validate import Verdict, compare, pairs_that_fit
 from seqmoe.profiles import schema
-from seqmoe.profiles.budget import PROCESS_JITTER_BYTES, EffectiveBudget, budget_for_slots, effective_budget
+from seqmoe.profiles.budget import EffectiveBudget, budget_for_slots
 from seqmoe.profiles.fingerprint import fingerprint_of
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import MemoryFacts, memory_facts
@@ -86,16 +86,13 @@ class Events(Protocol):
 
 def plan_tune(request: Request, probe: Probe) -> Plan:
     """The memory budget, where it comes from, and the search space. Raises BudgetError."""
-    spec, process = probe.spec, probe.process_bytes + PROCESS_JITTER_BYTES
+    spec, process = probe.spec, probe.planned_process_bytes
     asked, cap, note = request.memory_bytes, None, ""
     if asked is None and request.model_id in DEMOS:
         cap = max(spec.top_k, round(DEMO_RESIDENCY * spec.total_experts))
         asked = budget_for_slots(spec, cap, request.context, 1, Knobs(), process)
         note = f"chosen so that {DEMO_RESIDENCY:.0%} of the {request.model_id} model's experts fit; --memory changes it"
-    budget = effective_budget(asked, memory_facts())
-    # Whoever measures runs beside this process, in the same RAM and the same group.
-    if budget.bound_by != "asked":
-        budget = replace(budget, budget_bytes=max(0, budget.budget_bytes - memory_facts().rss_bytes))
+    budget = budget_of_runs(asked)
     space = Space(spec, budget.budget_bytes, request.context, process, usable_threads(), cap)
     question = f"{cap} experts" if cap else f"{asked} bytes" if asked else "all there is"
     return Plan(budget, space, space.default(), note or budget.explanation, question)
@@ -126,7 +123,9 @@ class Tuning:
         measure: Measure,
         events: Events,
         version: str,
+        started: float | None = None,
     ) -> None:
+        """`started`: `time.monotonic()` when the command began, so that what came before counts too. [now]"""
         self.request, self.plan, self.probe, self.machine = request, plan, probe, machine
         self.measure, self.events, self.version = measure, events, version
         self.search: Search | None = None
@@ -136,7 +135,7 @@ class Tuning:
         self.full: Measurement | None = None
         self.peak_rss_bytes: int | None = None
         self.memory_plan: dict[str, int] | None = None
-        self._start = time.monotonic()
+        self._start = time.monotonic() if started is None else started
 
     def run(self, storage: Any, study_prefix: str, resume: bool) -> Verdict:
         """All stages. Raises the default's own error when the default cannot run."""
@@ -171,7 +170,7 @@ class Tuning:
         return self.verdict
 
     def elapsed_s(self) -> float:
-        """Seconds since this session began."""
+        """Seconds since this session's command began, probe and opening included."""
         return time.monotonic() - self._start
 
     def profile(self, interrupted: bool = False) -> schema.Profile:

@@ -46,7 +46,10 @@ def measure(jobs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def jobs_for(profile: Profile) -> dict[str, dict[str, Any]]:
-    """Default and tuned settings in the profile's memory, and everything in memory whatever it takes."""
+    """Default and tuned settings in the profile's memory, and everything in memory whatever it takes.
+
+    Where the default was kept, the profile holds the default: one row then, not the same settings measured twice.
+    """
     work = profile.target.workload
     common = {
         "model": profile.target.model.id,
@@ -56,12 +59,13 @@ def jobs_for(profile: Profile) -> dict[str, dict[str, Any]]:
         "max_new_tokens": 96,
         "warmup_tokens": 16,
     }
-    return {
-        # As many slots as the profile has: a few MiB more or less of the interpreter are hundreds of the demo's experts.
-        "default": {**common, "memory_bytes": work.memory_bytes, "slots": profile.to_knobs().slots},
-        "tuned": {**common, "memory_bytes": work.memory_bytes, "knobs": profile.to_knobs().to_dict()},
-        "all in memory": {**common, "mode": "full"},
-    }
+    tuned = profile.evidence.status == "tuned"
+    # As many slots as the profile has: a few MiB more or less of the interpreter are hundreds of the demo's experts.
+    default = {**common, "memory_bytes": work.memory_bytes, "slots": profile.to_knobs().slots}
+    jobs = {"default" if tuned else "default (kept)": default}
+    if tuned:
+        jobs["tuned"] = {**common, "memory_bytes": work.memory_bytes, "knobs": profile.to_knobs().to_dict()}
+    return {**jobs, "all in memory": {**common, "mode": "full"}}
 
 
 def show(runs: dict[str, list[dict[str, Any]]], profile: Profile) -> None:
@@ -69,8 +73,7 @@ def show(runs: dict[str, list[dict[str, Any]]], profile: Profile) -> None:
     table = Table(title=f"{profile.target.model.id}: what the profile brings here (medians of {REPEATS} runs, interleaved)")
     for heading in ("settings", "experts in memory", "hit rate", "tokens/s", "peak memory"):
         table.add_column(heading, justify="left" if heading == "settings" else "right")
-    for name in ("default", "tuned", "all in memory"):
-        results = runs[name]
+    for name, results in runs.items():
         speeds = [result["decode_tokens_per_s"] for result in results]
         table.add_row(
             name,
@@ -98,8 +101,9 @@ def main(model: str, budget: str, out: Path) -> None:
     run(*tune, accept=(0, DEFAULT_KEPT))
     run(str(tools / "seqmoe-run"), "--profile", str(out), "--prompt", PROMPT, "--max-new-tokens", "64")
     profile = read_profile(out)
-    print("\ncomparing the default, the tuned settings and everything in memory ...", flush=True)
-    show(measure(jobs_for(profile)), profile)
+    jobs = jobs_for(profile)
+    print(f"\ncomparing: {', '.join(jobs)} ...", flush=True)
+    show(measure(jobs), profile)
 
 
 if __name__ == "__main__":

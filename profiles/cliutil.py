@@ -65,6 +65,13 @@ class Group(_OneLine, click.Group):  # type: ignore[misc]
         super().__init__(*args, **extra)
         self.lazy = lazy or {}  # name -> (module:attribute, short help)
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Without any argument: the help, as it is, on stderr, and exit code 2 (click would make it an error's message)."""
+        if not args and self.no_args_is_help and not ctx.resilient_parsing:
+            click.echo(ctx.get_help(), err=True)
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all subcommands, imported or not."""
         return sorted({*super().list_commands(ctx), *self.lazy})

@@ -55,8 +55,16 @@ def read_lines(path: Path, what: str) -> list[str]:
     return [line for line in lines if line]
 
 
+def check_output(path: Path) -> None:
+    """UsageError now, rather than after all the work, where the file `path` cannot be written later. Makes nothing."""
+    if not path.parent.is_dir():
+        why = "is no folder" if path.parent.exists() else "does not exist: make that folder first"
+        raise UsageError(f"cannot write {path}: {path.parent} {why}")
+    check_writable(path)
+
+
 def check_writable(path: Path) -> None:
-    """UsageError now, rather than after all the work, where `path` cannot be written later. Makes its folder."""
+    """As `check_output`, for a file in a folder that is the command's own to make: makes it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -1,5 +1,6 @@
 """How far a profile may be trusted on this machine: the worst of several checks, before any weight is read."""
 
+import shlex
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +31,7 @@ def fingerprint_of(machine: MachineSpec, packages: dict[str, str]) -> Fingerprin
             cores=machine.cores,
             ram_total_bytes=machine.ram_total_bytes,
             gpus=tuple(gpu.pci_id for gpu in machine.gpus),
-            storage_model=storage.model if storage else "",
+            storage_model=storage.model or storage.device if storage else "",
             fs_type=storage.fs_type if storage else "",
         ),
         environment=Environment(
@@ -43,13 +44,14 @@ def fingerprint_of(machine: MachineSpec, packages: dict[str, str]) -> Fingerprin
     )
 
 
-def check_model(profile: Profile, model: ModelSpec) -> None:
-    """Raises ProfileError when the profile was made for another model."""
+def check_model(profile: Profile, model: ModelSpec, called: str = "") -> None:
+    """Raises ProfileError when the profile was made for another model; `called` is what the user calls this one."""
     target = profile.target.model
     if target.digest != model.digest:
         raise ProfileError(
             f"the profile was made for another model: {target.id} with digest {target.digest[:16]}, "
-            f"{model.name} has {model.digest[:16]}; tune this one with seqmoe-tune --model {model.name}"
+            f"{called or model.name} has {model.digest[:16]}; "
+            f"tune this one with seqmoe-tune --model {shlex.quote(called or model.name)}"
         )
 
 
@@ -59,7 +61,8 @@ def compare_machine(profile: Profile, machine: MachineSpec) -> tuple[Check, ...]
     checks: list[Check] = []
     for name in ("cpu_model", "cpu_flags", "storage_model", "fs_type"):
         before, after = getattr(then, name), getattr(now, name)
-        if before != after:
+        # Versions that knew no name of a virtual disk wrote none: that says nothing about the disk.
+        if before != after and (before or name != "storage_model"):
             words = name.replace("_", " ")
             checks.append(Check("retune", f"{words} differs: tuned on {_show(before)}, here {_show(after)}"))
     if now.cores != then.cores:

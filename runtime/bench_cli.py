@@ -23,10 +23,10 @@ from seqmoe.profiles.cliutil import (
     require,
 )
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import check_writable, read_lines, write_atomic, write_error
+from seqmoe.profiles.files import check_output, read_lines, write_atomic, write_error
 from seqmoe.runtime.bench import FIGURES, MODES, ArmResult, BenchResult, Spread, plan_arms, run_bench
 from seqmoe.runtime.jobs_process import run_job
-from seqmoe.runtime.models import resolve_model
+from seqmoe.runtime.models import model_id, resolve_model
 
 DEFAULT_PROMPTS = (
     "Once upon a time there was a machine that",
@@ -35,7 +35,16 @@ DEFAULT_PROMPTS = (
 )
 
 
-@click.command("bench", cls=Command, context_settings={"show_default": True})
+EPILOG = """\b
+Examples:
+  seqmoe bench --model demo
+  seqmoe bench --model demo-xl --modes full,lru,static --residency 0.25,0.45 --plot bench.png
+  seqmoe bench --model ~/models/M --modes lru,lfu --memory 12GiB --repeats 5 --out bench.json
+  seqmoe bench --model synthetic/ --modes lru,belady --residency 0.25 --replay trace.safetensors
+"""
+
+
+@click.command("bench", cls=Command, epilog=EPILOG, context_settings={"show_default": True})
 @click.option("--model", default="demo", help="Name (demo, demo-xl) or checkpoint folder.")
 @click.option("--modes", default="full,lru", help=f"Of {','.join(MODES)}.")
 @click.option("--residency", default="0.25,0.45", help="Shares of the experts that are kept in memory.")
@@ -50,7 +59,11 @@ DEFAULT_PROMPTS = (
 @click.option("--warmup-tokens", type=click.IntRange(0), default=16, help="Decoded before the clock starts.")
 @click.option("--context", type=click.IntRange(1), default=2048, help="Tokens that the KV cache must hold.")
 @click.option("--link", type=LINK, default="disk", help="disk, buffered, throttled:1.5GB/s,80us or dma:7GB/s,20us.")
-@click.option("--replay", type=click.Path(path_type=Path), help="Routing trace (npz) that takes the router's place.")
+@click.option(
+    "--replay",
+    type=click.Path(path_type=Path),
+    help="Routing trace (.safetensors, .npz) that takes the router's place.",
+)
 @click.option("--timeout", type=DURATION, default="20m", help="For one run.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the JSON to this file too.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write a plot to this PNG file.")
@@ -83,7 +96,7 @@ def bench_command(
     require(replay is None or replay.is_file(), f"--replay {replay}: no such file")
     for target in (out, plot):  # found out before an hour of measuring, not after
         if target is not None:
-            check_writable(target)
+            check_output(target)
     given = context_.get_parameter_source("residency") != click.core.ParameterSource.DEFAULT
     shares = [] if memory is not None and not given else _numbers(residency)
     arms = plan_arms([mode.strip() for mode in modes.split(",") if mode.strip()], shares)
@@ -92,7 +105,7 @@ def bench_command(
     texts = read_prompts(prompts) if prompts else list(DEFAULT_PROMPTS)
     console = Console(stderr=True)
     job: dict[str, Any] = {
-        "model": _resolved(model, console),
+        "model": _written(model, console),
         "knobs": knobs_from_options(knobs).to_dict(),
         "memory_bytes": memory,
         "context": context,
@@ -143,7 +156,7 @@ def bench_table(result: BenchResult) -> Table:
     """One row an arm: medians, and the extremes where there are several repeats."""
     best = max((arm.spread(FIGURES["decode_tokens_per_s"]).median for arm in result.arms if arm.runs), default=0.0)
     caption = f"medians of {result.repeats}, \\[least - most]; MiB/token: experts loaded while decoding"
-    table = Table(title=f"{Path(result.job['model']).name}, link {result.job['link']}", caption=caption)
+    table = Table(title=f"{escape(model_id(result.job['model']))}, link {result.job['link']}", caption=caption)
     for name in (
         "mode",
         "residency",
@@ -194,13 +207,10 @@ def _numbers(text: str) -> list[float]:
         raise UsageError(f"--residency takes shares such as 0.25,0.45; got {text!r}") from None
 
 
-def _resolved(model: str, console: Console) -> str:
-    """The model's folder: demo-xl is written here, once, rather than within the first run's time."""
+def _written(model: str, console: Console) -> str:
+    """The model as it was named, known to be there: demo-xl is written here, once, not within the first run's time."""
     columns = (TextColumn("writing the model"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, visible=False)
-        return str(
-            resolve_model(
-                model, progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True)
-            )
-        )
+        resolve_model(model, progress=lambda done, total: bar.update(task, completed=done, total=total, visible=True))
+    return model

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from seqmoe.runtime.bench import FIGURES, ArmResult, BenchResult
+from seqmoe.runtime.models import model_id
 
 # Okabe and Ito's palette, without yellow, which is too pale on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -40,7 +41,7 @@ def plot_bench(result: BenchResult, path: Path) -> None:
         axes.set_ylim(bottom=0)
     if modes:
         speed.legend(frameon=False)
-    figure.suptitle(f"{Path(result.job['model']).name}, link {result.job['link']}, medians of {result.repeats}")
+    figure.suptitle(f"{model_id(result.job['model'])}, link {result.job['link']}, medians of {result.repeats}")
     figure.savefig(path, format="png")
 
 

@@ -12,6 +12,7 @@ from seqmoe.profiles.fingerprint import check_model, compare_machine
 from seqmoe.profiles.machine import machine_spec
 from seqmoe.profiles.schema import Profile, read_profile
 from seqmoe.profiles.sizes import format_bytes
+from seqmoe.profiles.startup import quick_imports
 
 BENCH_PROMPTS = (
     "Once upon a time there was",
@@ -23,6 +24,9 @@ Examples:
   seqmoe-run --profile demo.yaml --prompt "Once upon a time"
   seqmoe-run --profile demo.yaml                      (chat; an empty line or Ctrl-D ends it)
   seqmoe-run --profile demo.yaml --bench --json
+
+\b
+In a chat a model with a chat template sees all earlier turns; a model without one continues each line by itself.
 """
 
 
@@ -37,6 +41,7 @@ Examples:
 @click.option("--bench", is_flag=True, help="Measure on three built-in prompts instead of answering one.")
 @click.option("--verify", is_flag=True, help="Read every file and compare its digest with SHA256SUMS or with the first verification.")
 @json_option
+@click.version_option(package_name="seqmoe", prog_name="seqmoe-run")
 def main(
     profile_path: Path,
     prompt: str | None,
@@ -55,17 +60,26 @@ def main(
     if as_json and prompt is None and not bench:
         raise UsageError("--json needs --prompt or --bench: a chat has no single result")
     profile = read_profile(profile_path)
+    # A prompt has a token at least; how long it is, only the model's tokenizer knows.
+    _check_room(1, max_new_tokens, profile.target.workload.context_max)
     folder = _model_folder(profile, profile_path, model)
 
-    from seqmoe.runtime.checkpoint import Checkpoint  # imports torch: not before the profile is known to be good
-    from seqmoe.runtime.engine import Engine
+    with quick_imports():  # not before the profile is known to be good
+        from seqmoe.runtime.checkpoint import Checkpoint
+        from seqmoe.runtime.engine import Engine
+        from seqmoe.runtime.models import KNOWN, model_id
 
     checkpoint = Checkpoint.open(folder)
-    check_model(profile, checkpoint.spec(slot_bytes=0))
-    for check in compare_machine(profile, machine_spec(Path(folder))):
-        if check.verdict != "optimal":
-            _note(f"{check.verdict}: {check.message}")
-    with _open(Engine, profile, checkpoint) as engine:
+    known = model_id(folder)
+    check_model(profile, checkpoint.spec(slot_bytes=0), model or (known if known in KNOWN else folder))
+    checks = compare_machine(profile, machine_spec(Path(folder)))
+    notes = [f"{check.verdict}: {check.message}" for check in checks if check.verdict != "optimal"]
+    with _open(Engine, profile, checkpoint, notes) as engine:
+        # What is wrong with the request is said before anything else is written.
+        for text in BENCH_PROMPTS if bench else [] if prompt is None else [prompt]:
+            _check_room(engine.encode([text])[0].shape[1], max_new_tokens, engine.context)
+        for note in notes:
+            _note(note)
         if verify:
             from seqmoe.runtime.verify import verify_files
 
@@ -84,6 +98,18 @@ def main(
         if prompt is not None:
             return _answer(engine, prompt, max_new_tokens, sampling, seed, as_json)
         return _chat(engine, max_new_tokens, sampling, seed)
+
+
+def _check_room(prompt_tokens: int, max_new_tokens: int, context: int) -> None:
+    """UsageError, with what would be right, where prompt and answer do not fit the profile's context."""
+    room = context - prompt_tokens
+    if max_new_tokens > room:
+        shorter = f"at most --max-new-tokens {room}" if room > 0 else "a shorter prompt"
+        after = "" if prompt_tokens == 1 else f" after a prompt of {prompt_tokens}"
+        raise UsageError(
+            f"{max_new_tokens} new tokens{after} do not fit the context of {context} tokens that this profile was tuned for: "
+            f"take {shorter}, or tune with a larger --context"
+        )
 
 
 def _note(text: str) -> None:
@@ -107,7 +133,7 @@ def _model_folder(profile: Profile, profile_path: Path, given: str | None) -> st
         ) from None
 
 
-def _open(engine_class: Any, profile: Profile, checkpoint: Any) -> Any:
+def _open(engine_class: Any, profile: Profile, checkpoint: Any, notes: list[str]) -> Any:
     work, knobs = profile.target.workload, profile.to_knobs()
     options = {"memory_bytes": work.memory_bytes, "context": work.context_max, "batch": work.batch, "link": work.link}
     try:
@@ -117,12 +143,11 @@ def _open(engine_class: Any, profile: Profile, checkpoint: Any) -> Any:
             raise
         # Less memory than it was tuned for: as many experts as fit now, the other settings as tuned.
         engine = engine_class.open(checkpoint, knobs=knobs.replace(slots=None), **options)
-        _note(f"adapt: {error}")
+        notes.append(f"adapt: {error}")
         return engine
 
 
 def _answer(engine: Any, prompt: str, max_new_tokens: int, sampling: dict[str, Any], seed: int, as_json: bool) -> int:
-    engine.encode([prompt])  # what is wrong with it is said before anything is written
     streamer = None if as_json else _streamer(engine.tokenizer)
     if streamer is not None:
         click.echo(prompt, nl=False)
@@ -143,7 +168,7 @@ def _chat(engine: Any, max_new_tokens: int, sampling: dict[str, Any], seed: int)
     _note("type a message; an empty line ends" + ("" if template else " (this model has no chat template: it continues your text)"))
     while True:
         try:
-            line = input("> ").strip()
+            line = _line().strip()
         except EOFError:
             line = ""
         if not line:
@@ -153,10 +178,20 @@ def _chat(engine: Any, max_new_tokens: int, sampling: dict[str, Any], seed: int)
             prompt = tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
         else:
             prompt = line
+        _check_room(engine.encode([prompt])[0].shape[1], max_new_tokens, engine.context)
         report = engine.generate([prompt], max_new_tokens=max_new_tokens, streamer=_streamer(tokenizer), seed=seed, **sampling)
         turns.append({"role": "assistant", "content": tokenizer.decode(report.token_ids[0], skip_special_tokens=True)})
         click.echo()
         _note(_summary({**engine.describe(), **report.to_dict()}))
+
+
+def _line() -> str:
+    """One line of standard input. The prompt goes to a terminal only, never into output that is kept."""
+    if sys.stdin.isatty():
+        if sys.stdout.isatty():
+            return input("> ")  # with line editing
+        click.echo("> ", nl=False, err=True)
+    return input()
 
 
 def _bench(engine: Any, max_new_tokens: int, as_json: bool) -> int:

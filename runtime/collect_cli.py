@@ -19,7 +19,8 @@ from seqmoe.profiles.cliutil import (
     require,
 )
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import check_writable, read_lines
+from seqmoe.profiles.files import check_output, read_lines
+from seqmoe.profiles.startup import quick_imports
 
 FIELDS = ("prompt", "question", "text")  # of a line of .jsonl, the first that is there
 EPILOG = """\b
@@ -36,7 +37,12 @@ A prompt is a line of the file, or in .jsonl the "prompt", "question" or "text" 
 @click.command("collect", cls=Command, epilog=EPILOG)
 @click.option("--model", required=True, help="demo, demo-xl, or the folder of a checkpoint.")
 @click.option("--prompts", required=True, type=click.Path(path_type=Path), help="Prompts, one a line.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="The trace, a .safetensors file.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The trace, a .safetensors file; one that is there is replaced.",
+)
 @click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True, help="Most tokens a prompt.")
 @click.option("--limit", type=click.IntRange(1), help="Only the first so many prompts.")
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Sequences that run together.")
@@ -79,14 +85,16 @@ def collect_command(
     require(out.suffix == ".safetensors", f"{out}: a trace file's name must end in .safetensors")
     for target in (out, routers):
         if target is not None:
-            check_writable(target)
+            check_output(target)
+    replaces = out.exists()
     texts = read_prompt_file(prompts)[:limit]
     require(max_new_tokens < context, f"--max-new-tokens {max_new_tokens} leaves no room in a --context of {context}")
     # Here, so that --help does not wait for torch.
-    from seqmoe.predictors.routers import save_routers
-    from seqmoe.runtime.collect import collect
-    from seqmoe.runtime.engine import Engine
-    from seqmoe.runtime.routers import model_routers
+    with quick_imports():
+        from seqmoe.predictors.routers import save_routers
+        from seqmoe.runtime.collect import collect
+        from seqmoe.runtime.engine import Engine
+        from seqmoe.runtime.routers import model_routers
 
     console = Console(stderr=True)
     columns = (
@@ -131,6 +139,7 @@ def collect_command(
         emit_json(
             {
                 "path": str(out),
+                "replaced": replaces,
                 "sequences": result.sequences,
                 "steps": result.steps,
                 "skipped": result.skipped,
@@ -145,7 +154,8 @@ def collect_command(
             "" if result.agreement is None else f"; decode chose the same experts in {result.agreement:.2%} of cases"
         )
         short = f"; {result.skipped} prompts gave too few tokens" if result.skipped else ""
-        click.echo(f"{out}: {result.sequences} sequences, {result.steps} steps{alike}{short}")
+        replaced = " (replaced)" if replaces else ""
+        click.echo(f"{out}{replaced}: {result.sequences} sequences, {result.steps} steps{alike}{short}")
     return 0
 
 

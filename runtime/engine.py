@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from seqmoe.predictors.trace import Trace, read_npz
+from seqmoe.predictors.trace import Trace
+from seqmoe.predictors.trace_file import read_trace
 from seqmoe.profiles.budget import PREFILL_TOKENS, MemoryPlan, effective_budget, plan_memory
 from seqmoe.profiles.cgroup import affinity_count, cpu_quota, usable_cores
 from seqmoe.profiles.errors import UsageError
@@ -144,7 +145,7 @@ class Engine:
             knobs = knobs.replace(slots=min(slots, total))
         plan = cls._plan_memory(memory_bytes, spec, context, batch, knobs)
 
-        trace = read_npz(replay) if isinstance(replay, Path) else replay
+        trace = read_trace(replay) if isinstance(replay, Path) else replay
         pool = Pool(plan.slots, records.slot_bytes)
         store = Store(records, pool, open_link(checkpoint.files, LinkSpec.parse(link), knobs), progress=progress)
         try:

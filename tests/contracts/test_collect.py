@@ -8,9 +8,10 @@ import pytest
 from click.testing import CliRunner
 from support.families import FAMILIES, make_checkpoint
 
-from seqmoe.predictors.trace_file import read_trace
+from seqmoe.predictors.trace_file import read_trace, write_trace
 from seqmoe.profiles.errors import UsageError
 from seqmoe.runtime import collect as collect_module
+from seqmoe.runtime import measure
 from seqmoe.runtime.collect import Recorder, collect, packed_routing
 from seqmoe.runtime.collect_cli import collect_command, read_prompt_file
 from seqmoe.runtime.engine import Engine
@@ -115,6 +116,15 @@ def test_the_command(folder, tmp_path):
     trace = read_trace(tmp_path / "t.safetensors")
     assert (found["sequences"], found["steps"]) == (trace.num_sequences, trace.num_steps)
     assert trace.num_layers == 8 and trace.router_inputs is None
+    assert not found["replaced"]
+    done = CliRunner().invoke(collect_command, arguments + more)
+    assert json.loads(done.stdout.splitlines()[-1])["replaced"]
+    # What was collected can be replayed, from either kind of file.
+    np.savez(tmp_path / "t.npz", expert_ids=trace.expert_ids, seq_start=trace.seq_start, seq_len=trace.seq_len, num_experts=64)
+    write_trace(tmp_path / "bare.safetensors", read_trace(tmp_path / "t.npz"))
+    job = {"model": "demo", "mode": "belady", "residency": 0.25, "context": 64, "max_new_tokens": 5}
+    runs = [measure.run({**job, "replay": str(tmp_path / name)}) for name in ("t.npz", "bare.safetensors")]
+    assert runs[0]["token_ids"] == runs[1]["token_ids"] and runs[0]["hit_rate"] == runs[1]["hit_rate"]
 
 
 def test_prompt_files_that_cannot_be_used(tmp_path):

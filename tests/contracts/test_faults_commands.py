@@ -132,7 +132,9 @@ def test_a_gigabyte_is_not_read_to_find_that_it_is_no_profile(capsys: pytest.Cap
         (["--prompt", ""], 2, "a prompt must have at least one token"),
         (["--prompt", "hi \udcff\udcfe"], 2, "a prompt must be text in UTF-8"),
         (["--prompt", "x " * 400], 2, "do not fit the context of 256 tokens"),
-        (["--prompt", "x", "--max-new-tokens", "256"], 2, "do not fit the context of 256 tokens"),
+        (["--prompt", "x", "--max-new-tokens", "256"], 2, "256 new tokens do not fit the context of 256 tokens"),
+        (["--prompt", "a b c", "--max-new-tokens", "255"], 2, "tuned for: take at most --max-new-tokens 25"),
+        (["--bench", "--max-new-tokens", "250"], 2, "or tune with a larger --context"),
         (["--prompt", "x", "--max-new-tokens", "0"], 2, "0 is not in the range x>=1"),
         (["--prompt", "x", "--max-new-tokens", "-4"], 2, "-4 is not in the range x>=1"),
         (["--prompt", "x", "--temperature", "nan"], 2, "temperature must be from 0.0001"),
@@ -149,6 +151,17 @@ def test_requests(
 ) -> None:
     found, line, _ = run(capsys, "--profile", write_profile(tmp_path / "p.yaml"), *arguments)
     assert found == code and words in line
+
+
+def test_nothing_is_said_before_a_request_is_known_to_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Not the machine's differences, not the experts in memory, not the prompt."""
+    with pytest.raises(SystemExit) as caught:
+        run_command.main(
+            ["--profile", str(write_profile(tmp_path / "p.yaml")), "--prompt", "a b c", "--max-new-tokens", "255"]
+        )
+    out, err = capsys.readouterr()
+    assert caught.value.code == 2 and out == "" and err.startswith("error: 255 new tokens after a prompt of ")
+    assert err.count("\n") == 1
 
 
 @pytest.fixture
@@ -241,10 +254,11 @@ def test_a_checkpoint_without_a_tokenizer_says_so(capsys: pytest.CaptureFixture[
         profile["target"]["model"].update(id="model", digest=Checkpoint.open(folder).digest)
         profile["target"]["workload"].update(context_max=64)
 
-    code, line, _ = run(capsys, "--profile", write_profile(tmp_path / "p.yaml", edit), "--prompt", "hi")
+    request = ("--prompt", "hi", "--max-new-tokens", "8")
+    code, line, _ = run(capsys, "--profile", write_profile(tmp_path / "p.yaml", edit), *request)
     assert code == 2 and "there is no tokenizer" in line
     (folder / "tokenizer.json").write_text("{}")
-    code, line, _ = run(capsys, "--profile", tmp_path / "p.yaml", "--prompt", "hi")
+    code, line, _ = run(capsys, "--profile", tmp_path / "p.yaml", *request)
     assert code == 2 and "tokenizer" in line
 
 

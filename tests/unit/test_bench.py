@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from seqmoe.profiles.errors import SeqmoeError, UsageError
+from seqmoe.runtime import bench_cli, measure
 from seqmoe.runtime.bench import Arm, BenchResult, Spread, arm_job, order, plan_arms, run_bench
 from seqmoe.runtime.bench_cli import bench_command, bench_table, read_prompts
 from seqmoe.runtime.bench_plot import plot_bench
@@ -222,6 +223,8 @@ def render(result: BenchResult) -> str:
         (["--replay", "/no/such.npz"], "no such file"),
         (["--out", "."], ". is a folder"),
         (["--plot", "/dev/full"], "/dev/full is no regular file"),
+        (["--plot", "/no-such-folder/x.png"], "/no-such-folder does not exist: make that folder first"),
+        (["--out", "/no-such-folder/x.json"], "/no-such-folder does not exist: make that folder first"),
         (["--prompts", "/dev/zero"], "more than 16 MiB"),
         (["--repeats", "0"], "--repeats"),
         (["--prompts", "/no/such.txt"], "cannot be read"),
@@ -234,6 +237,24 @@ def test_bad_options_are_one_line_and_exit_code_2(
         bench_command.main(["--model", str(tmp_path), *arguments])
     err = capsys.readouterr().err
     assert caught.value.code == 2 and words in err and err.count("\n") == 1
+
+
+def test_the_model_is_called_what_the_user_called_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_cli, "run_job", lambda job, timeout_s: figures(job))
+    with pytest.raises(SystemExit) as caught:
+        bench_command.main(["--model", "demo", "--repeats", "1", "--json"])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 0 and json.loads(out.splitlines()[-1])["job"]["model"] == "demo"
+    assert "demo, link disk" in err and "checkpoint" not in err
+
+
+def test_measure_shows_its_help_and_takes_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("Usage: python -m seqmoe.runtime.measure < job.json")
+    assert measure.main(["job.json"]) == 2
+    assert "read from standard input" in capsys.readouterr().err
 
 
 def test_prompts_are_the_lines_of_a_file(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ from pydantic import ValidationError
 
 from seqmoe.profiles import schema
 from seqmoe.profiles.errors import ProfileError, UsageError
-from seqmoe.profiles.fingerprint import check_model, compare_machine
+from seqmoe.profiles.fingerprint import check_model, compare_machine, fingerprint_of
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.schema import json_schema, read_profile, write_profile
-from seqmoe.profiles.spec import MachineSpec, ModelSpec
+from seqmoe.profiles.spec import MachineSpec, ModelSpec, StorageSpec
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "profile_v1alpha1.yaml"
 
@@ -209,6 +209,22 @@ def test_another_machine_is_judged_by_its_worst_difference():
     assert "cpu model differs: tuned on AMD EPYC, here Xeon" in checks[0].message
 
 
+def test_a_disk_without_a_model_is_known_by_its_device():
+    storage = StorageSpec("ext4", "vda", "", 1, 1, True, None, None)
+    here = MachineSpec(**{**MACHINE.__dict__, "storage": storage})
+    assert fingerprint_of(here, {}).identity.storage_model == "vda"
+    profile = read_profile(GOLDEN)
+    identity = profile.fingerprint.identity.model_copy(update={"fs_type": "ext4"})
+
+    def verdicts(**then):
+        found = profile.fingerprint.model_copy(update={"identity": identity.model_copy(update=then)})
+        return [c.verdict for c in compare_machine(profile.model_copy(update={"fingerprint": found}), here)]
+
+    assert verdicts() == ["optimal"]  # an older profile knew nothing of the disk
+    assert verdicts(storage_model="vda") == ["optimal"]
+    assert verdicts(storage_model="Other SSD") == ["retune"]
+
+
 def test_another_model_is_refused():
     profile = read_profile(GOLDEN)
     spec = ModelSpec("other", "qwen3_moe", "ff" * 32, 8, 64, 4, 128, 9437184, 9437184, 1, 1, 0, "bfloat16", 2048)
@@ -216,4 +232,6 @@ def test_another_model_is_refused():
         ProfileError, match="made for another model: demo-xl .*; tune this one with seqmoe-tune --model other"
     ):
         check_model(profile, spec)
+    with pytest.raises(ProfileError, match="models/my model has ff.* seqmoe-tune --model 'models/my model'"):
+        check_model(profile, spec, "models/my model")
     check_model(profile, ModelSpec(**{**spec.__dict__, "digest": "ab" * 32}))

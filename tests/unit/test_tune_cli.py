@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from seqmoe.autotune import doctor
+from seqmoe.autotune import probe as probing
 from seqmoe.autotune.cli import Workers, tune_command
 from seqmoe.autotune.main import seqmoe_group
 from seqmoe.autotune.measure import outcome_of
@@ -22,7 +23,8 @@ from seqmoe.autotune.state import locked
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.schema import LinkFacts, read_profile, write_profile
 from seqmoe.profiles.spec import ModelSpec
-from seqmoe.runtime.models import resolve_model
+from seqmoe.runtime.cli import main as run_command
+from seqmoe.runtime.models import DEMO_FOLDER, resolve_model
 
 WORKER = str(Path(__file__).parent / "fake_tune_worker.py")
 _found = importlib.util.spec_from_file_location("fake_tune_worker", WORKER)
@@ -137,6 +139,7 @@ def test_errors_are_one_line_and_leave_no_profile(tune, tmp_path, kind, memory, 
         (["--nonsense"], "No such option"),
         (["--out", "/"], "is a folder"),
         (["--out", "/proc/none/p.yaml"], "cannot write"),
+        (["--out", "not-there/p.yaml"], "not-there does not exist: make that folder first"),
     ],
 )
 def test_wrong_options_are_one_line_and_exit_2(tune, args, message):
@@ -152,6 +155,10 @@ def test_dry_run_measures_nothing(tune, tmp_path):
     assert answer["memory_plan"]["total_bytes"] <= answer["memory_bytes"] == 320 << 20
     code, out, _, _ = tune("--dry-run")
     assert code == 0 and "predicted memory" in out and "policy: lru, lfu, static" in out
+    assert "to 1 of the slots that fit" in out
+    space = {d["name"]: d for d in answer["space"]}
+    assert space["policy"] == {"name": "policy", "choices": ["lru", "lfu", "static"], "low": None, "high": None}
+    assert space["fill"]["choices"] is None and 0 < space["fill"]["low"] < space["fill"]["high"] == 1
     assert not (tmp_path / "p.yaml").exists() and not (tmp_path / "state").exists()
 
 
@@ -161,6 +168,19 @@ def test_resume_goes_on_with_the_same_study(tune):
     assert "resuming study" in err
     assert again["evidence"]["trials"] > first["evidence"]["trials"] >= 3
     assert code in (0, 3)
+
+
+def test_the_time_counts_from_the_commands_start(tune, monkeypatch):
+    """The probe's time is part of `elapsed_s`, and of the budget."""
+    quick = fake.probe
+
+    def slow(job):
+        time.sleep(1.5)
+        return quick(job)
+
+    monkeypatch.setattr(fake, "probe", slow)
+    _, _, _, answer = tune("--json", trials="1")
+    assert answer["elapsed_s"] > 1.5
 
 
 def test_resume_with_nothing_there_says_so(tune):
@@ -240,7 +260,7 @@ def test_interrupted_in_the_search_writes_the_best_so_far(tmp_path, how):
     assert (answer["status"], answer["exit_code"]) == ("untested", 130)
     profile = read_profile(tmp_path / "p.yaml")
     assert profile.evidence.status == "untested" and "interrupted before the verdict" in profile.evidence.reason
-    assert "Traceback" not in err
+    assert "Traceback" not in err and "holds the best so far" in err and "--resume goes on" in err
 
 
 def test_interrupted_in_a_run_ends_the_process_that_runs(tmp_path):
@@ -250,6 +270,7 @@ def test_interrupted_in_a_run_ends_the_process_that_runs(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
+    assert "holds the default settings" in err and "--resume" not in err  # nothing was measured that one could go on with
     wait_for(lambda: not Path(f"/proc/{pid_file.read_text()}").exists(), 5)
     assert read_profile(tmp_path / "p.yaml").evidence.reason == "interrupted before the verdict: the default settings"
 
@@ -273,6 +294,10 @@ def test_profile_commands(tmp_path, capsys):
     assert call(["profile", "diff", golden, golden], capsys)[0] == 0
     code, out, _ = call(["profile", "diff", golden, str(tmp_path / "b.yaml"), "--json"], capsys)
     assert (code, json.loads(out)["differences"]) == (1, {"metadata.name": ["demo-xl at 4 GiB", "b"]})
+    assert "read_chunk_bytes = 2.00 MiB:" in text and "compute_threads = null" in text and "direct_io = true" in text
+    model = str(DEMO_FOLDER)
+    _, _, err = call(["profile", "verify", golden, "--model", model], capsys)
+    assert f"tune this one with seqmoe-tune --model {model}" in err
     code, out, _ = call(["profile", "verify", golden, "--json"], capsys)
     assert (code, json.loads(out)["verdict"]) == (5, "retune")  # made on another machine
     assert "properties" in json.loads(call(["profile", "schema"], capsys)[1])
@@ -297,7 +322,23 @@ def test_help_lists_what_is_there_with_examples(capsys):
         assert name in out
         code, out_of, _ = call([name, "--help"], capsys)
         assert code == 0 and "--help" in out_of
+    for name in ("bench", "profile"):
+        shown = call([name, "--help"], capsys)[1]
+        assert "Examples:" in shown and f"    seqmoe {name} " in shown
     assert "Did you mean" in (err := call(["docto"], capsys)[2]) or "No such command" in err
+
+
+@pytest.mark.parametrize("args", [[], ["profile"]])
+def test_a_group_alone_shows_its_help_as_it_is(args, capsys):
+    code, out, err = call(args, capsys)
+    assert code == 2 and out == "" and err == call([*args, "--help"], capsys)[1] and err.count("\n") > 10
+
+
+@pytest.mark.parametrize(("command", "name"), [(tune_command, "seqmoe-tune"), (run_command, "seqmoe-run")])
+def test_version(command, name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith(f"{name}, version ")
 
 
 def test_help_is_quick_and_without_torch_or_optuna():
@@ -337,6 +378,20 @@ def test_doctor_of_a_model_that_is_none(capsys):
     code, out, _ = call(["doctor", "--model", "nothing-here", "--json"], capsys)
     findings = json.loads(out)["findings"]
     assert code == 1 and any("known names are demo" in f["consequence"] for f in findings)
+
+
+@pytest.mark.parametrize("memory", range(170, 186))
+def test_doctor_says_what_the_tuner_says(tune, capsys, monkeypatch, tmp_path, memory):
+    """Around the smallest budget, MiB by MiB: both refuse in the same words, or neither does."""
+    monkeypatch.setattr(probing, "probe_model", in_process("better").probe)
+    code, _, _, answer = tune("--dry-run", "--json", memory=f"{memory}MiB")
+    _, out, _ = call(["doctor", "--model", str(tmp_path / "model"), "--memory", f"{memory}MiB", "--json"], capsys)
+    found = json.loads(out)["findings"][-1]
+    if code == 0:
+        slots = answer["default_knobs"]["slots"]
+        assert found["level"] == "ok" and found["found"].startswith(f"{slots} of 64 experts")
+    else:
+        assert found["level"] == "problem" and found["consequence"] == answer["error"]["message"]
 
 
 def test_model_names(tmp_path):
