@@ -14,6 +14,10 @@ LAZY = {
     ),
     "eval": ("seqmoe.predictors.eval_cli:eval_command", "Recall, calibration and lead time of predictors on a trace."),
     "profile": ("seqmoe.autotune.profile_cli:profile_group", "Show, explain, verify and compare deployment profiles."),
+    "simulate": (
+        "seqmoe.autotune.simulate_cli:simulate_command",
+        "Replay a trace under several policies on a virtual clock.",
+    ),
     "trace": ("seqmoe.predictors.trace_cli:trace_group", "Import, collect and describe routing traces."),
     "train": ("seqmoe.predictors.train_cli:train_command", "Train a sequence predictor on routing traces."),
 }

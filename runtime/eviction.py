@@ -174,6 +174,61 @@ class Belady(_Ranked):
         return -self.next_use(expert, position)
 
 
+class PrefillHot(Static):
+    """KTransformers' choice, as SeqMoE section 9.3 has it: what the prompt used most stays, and nothing else is kept.
+
+    `prefill` has been given the prompt's counts [L * E] when a request's decoding begins; before that it is `Static`.
+    """
+
+    def prefill(self, counts: ArrayLike) -> None:
+        """A new request: its prompt's counts decide from now on, for candidates too. Ties as they stood before."""
+        before = {expert: place for place, expert in enumerate(self.order)}
+        uses = np.asarray(counts, dtype=np.float64).tolist()
+        if len(uses) != len(self.order):
+            raise UsageError(f"a prompt's counts must have shape [{len(self.order)}], got [{len(uses)}]")
+        self.order = sorted(self.order, key=lambda expert: (-uses[expert], before[expert]))
+        for place, expert in enumerate(self.order):
+            self._standing[expert] = len(self.order) - place
+        self._entry = {e: (self._standing[e], number, e) for e, (_, number, _) in self._entry.items()}
+        self._heap = list(self._entry.values())
+        heapify(self._heap)
+
+
+class BeladyWithin:
+    """Belady that sees only `steps` steps ahead (Belady-8 of SeqMoE section 3.3): what is not used within them goes
+    first, of those the least recent."""
+
+    def __init__(self, trace: Trace, steps: int) -> None:
+        self.window = steps * trace.num_layers
+        self._future = Belady(trace)
+        self._position = -1
+        self._candidates: OrderedDict[int, int] = OrderedDict()  # least recent first: expert -> next use
+
+    def touch(self, experts: Sequence[int], position: int) -> None:
+        self._position = position
+        for expert in experts:
+            self._candidates.pop(expert, None)
+
+    def release(self, experts: Sequence[int], position: int) -> None:
+        for expert in experts:
+            self._candidates[expert] = self._future.next_use(expert, position)
+
+    def victim(self) -> int:
+        seen = self._position + self.window
+        worst, latest = -1, -1
+        for expert, next_use in self._candidates.items():
+            if next_use > seen:
+                worst = expert
+                break
+            if next_use > latest:
+                worst, latest = expert, next_use
+        del self._candidates[worst]
+        return worst
+
+    def __len__(self) -> int:
+        return len(self._candidates)
+
+
 def _static(popularity: ArrayLike | None, trace: Trace | None) -> Eviction:
     if popularity is None and trace is None:
         raise UsageError(
@@ -188,17 +243,24 @@ def _belady(popularity: ArrayLike | None, trace: Trace | None) -> Eviction:
     return Belady(trace)
 
 
+def _belady_8(popularity: ArrayLike | None, trace: Trace | None) -> Eviction:
+    if trace is None:
+        raise UsageError("eviction 'belady-8' needs the trace that will be replayed: it looks into the future")
+    return BeladyWithin(trace, 8)
+
+
 EVICTIONS: dict[str, Callable[[ArrayLike | None, Trace | None], Eviction]] = {
     "lru": lambda popularity, trace: LRU(),
     "lfu": lambda popularity, trace: LFU(),
     "static": _static,
     "belady": _belady,
+    "belady-8": _belady_8,
 }
 
 
 def make_eviction(name: str, *, popularity: ArrayLike | None = None, trace: Trace | None = None) -> Eviction:
-    """A fresh eviction order by name: 'lru', 'lfu', 'static' (needs `popularity` [L * E], or counts it in `trace`) or
-    'belady' (needs `trace`). Raises UsageError for a name that is not there or a need that is not met."""
+    """A fresh eviction order by name: 'lru', 'lfu', 'static' (needs `popularity` [L * E], or counts it in `trace`),
+    'belady' or 'belady-8' (need `trace`). Raises UsageError for a name that is not there or a need that is not met."""
     if name not in EVICTIONS:
         near = difflib.get_close_matches(name, EVICTIONS, n=1)
         hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(EVICTIONS)}"

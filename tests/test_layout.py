@@ -34,6 +34,8 @@ TORCH_FREE = [
     "predictors/fusion.py",
     "runtime/residency.py",
     "runtime/eviction.py",
+    "runtime/eviction_forecast.py",
+    "runtime/schedule.py",
     "runtime/replay_counts.py",
     "runtime/extents.py",
 ]

@@ -1,17 +1,29 @@
 """Random operations on the slot-state machine, each compared with a naive model and followed by the integrity check."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from seqmoe.predictors.trace import Trace
 from seqmoe.runtime.eviction import make_eviction
+from seqmoe.runtime.eviction_forecast import ForecastEviction
 from seqmoe.runtime.residency import Fetch, Residency, SlotState
 
 LAYERS, EXPERTS, TOP_K = 3, 5, 2
 EMPTY, USED, FETCH, COMPUTE = SlotState
-POLICIES = ["lru", "lfu", "static", "belady"]
+POLICIES = ["lru", "lfu", "static", "belady", "belady-8", "forecast"]
+
+
+class Restless(ForecastEviction):
+    """With a forecast out of nothing at every step's start, sometimes one that is not of that step."""
+
+    def touch(self, experts: Sequence[int], position: int) -> None:
+        if position % LAYERS == 0:
+            rng = np.random.default_rng(position + 1)
+            self.update(rng.random((3, LAYERS, EXPERTS)).round(1), position // LAYERS + int(rng.integers(-1, 2)))
+        super().touch(experts, position)
 
 
 def small_trace() -> Trace:
@@ -21,7 +33,8 @@ def small_trace() -> Trace:
 
 
 def make(num_slots: int, name: str) -> Residency:
-    return Residency(num_slots, LAYERS, EXPERTS, make_eviction(name, trace=small_trace()), reserve=TOP_K)
+    eviction = Restless(LAYERS, EXPERTS) if name == "forecast" else make_eviction(name, trace=small_trace())
+    return Residency(num_slots, LAYERS, EXPERTS, eviction, reserve=TOP_K)
 
 
 class Model:
@@ -165,5 +178,5 @@ def test_random_operations(policy: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_random_operations(policy: str) -> None:
-    for seed in range(100, 125):
+    for seed in range(100, 200 if policy == "forecast" else 125):
         random_operations(policy, seed, 2000)

@@ -1,0 +1,141 @@
+"""What a simulation is given and what it gives: timing, plan, inputs, outcome."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqmoe.autotune.forecasts import TraceForecasts
+from seqmoe.predictors.trace import Trace
+from seqmoe.runtime.schedule import NO_LIMIT
+
+EVICTIONS = (
+    "none", "lru", "lfu", "static", "prefill-hot", "belady", "belady-8", "expected", "first-use", "hard",
+)  # fmt: skip
+BY_FORECAST = ("expected", "first-use", "hard")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How long things take, in any one unit."""
+
+    layer: tuple[float, ...]  # compute of each layer
+    transfer: float  # one record over the link: bytes / bandwidth + latency
+    forecast: float = 0.0  # the predictor, each time it is asked
+    record_bytes: int = 1
+
+    @classmethod
+    def of_ratio(cls, ratio: float, num_layers: int, record_bytes: int = 1, forecast: float = 0.0) -> "Timing":
+        """`ratio`: time of one transfer / compute time of one layer, which is the unit."""
+        return cls((1.0,) * num_layers, ratio, forecast, record_bytes)
+
+    @property
+    def transfers_per_layer(self) -> float:
+        """What the link can move while an average layer computes: the first budget."""
+        return sum(self.layer) / len(self.layer) / self.transfer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy does: how it evicts, and whether, what and in which order it fetches ahead."""
+
+    eviction: str = "lru"  # of EVICTIONS; "none" keeps nothing
+    order: str | None = None  # of schedule.ORDERS; None: no prefetch
+    admission: bool = False  # needs an eviction by forecast
+    k_prime: int = 7
+    job_steps: int = 1  # steps for which jobs are made: the one that begins, the one after it, ...
+    horizon: int = 8  # c
+    discount: float = 0.5  # lambda
+    by_position: bool = True
+    ema_alpha: float = 0.1
+    lead: int = 1
+    m_max: int = NO_LIMIT
+    least: float = 0.0  # confidence that a job needs to exceed
+    printed_form: bool = False
+    early_binding: bool = False  # the slot is bound when the job is made (paper); else when the transfer starts
+    after: bool = True  # also a forecast without token after a step's last layer
+
+    @property
+    def uses_forecast(self) -> bool:
+        """Whether whole-step forecasts are needed."""
+        return self.eviction in BY_FORECAST or (self.order is not None and self.order != "window")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Counts by sequence [n], and times in the timing's unit."""
+
+    steps: NDArray[np.int64]
+    hits: NDArray[np.int64]
+    misses: NDArray[np.int64]
+    late: NDArray[np.int64]  # prefetches that were needed while on their way; misses too
+    prefetched: NDArray[np.int64]
+    useful: NDArray[np.int64]  # prefetches that had arrived when they were needed
+    wasted: NDArray[np.int64]  # prefetches that were evicted without ever having been needed
+    time: NDArray[np.float64]
+    full_time: NDArray[np.float64]
+    budget: float = 0.0  # budget_avg in the end
+    log: tuple[tuple[int, int, int, int], ...] = ()  # (position, expert, victim, 1 for a prefetch)
+
+    @property
+    def hit_rate(self) -> float:
+        """Over all sequences together."""
+        return float(self.hits.sum() / max(1, self.hits.sum() + self.misses.sum()))
+
+    @property
+    def speed_of_full(self) -> float:
+        """Decode speed as a share of that with all experts resident."""
+        return float(self.full_time.sum() / self.time.sum())
+
+    def to_dict(self, record_bytes: int) -> dict[str, float]:
+        """For JSON."""
+        steps = int(self.steps.sum())
+        on_demand = int(self.misses.sum() - self.late.sum())
+        return {
+            "hit_rate": self.hit_rate,
+            "speed_of_full": self.speed_of_full,
+            "transfers_per_step": (int(self.prefetched.sum()) + on_demand) / steps,
+            "useful_bytes": int(self.useful.sum()) * record_bytes,
+            "wasted_bytes": int(self.wasted.sum()) * record_bytes,
+            "late_bytes": int(self.late.sum()) * record_bytes,
+            "on_demand_bytes": on_demand * record_bytes,
+            "steps": steps,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a replay is fed with, beside the plan."""
+
+    trace: Trace
+    forecasts: TraceForecasts | None = None
+    popularity: NDArray[np.integer] | None = None  # [L * E] counts of other traces; for static and prefill-hot
+    layer_scores: NDArray[np.float32] | None = None  # [S, L, E]: layer l as seen from l - 1, for order "window"
+
+    def check(self, plan: Plan) -> None:
+        """ValueError where the plan needs what is not there."""
+        if plan.eviction not in EVICTIONS:
+            raise ValueError(f"unknown eviction {plan.eviction!r}, known are {', '.join(EVICTIONS)}")
+        if plan.uses_forecast and self.forecasts is None:
+            raise ValueError("this plan needs forecasts")
+        if plan.order == "window" and self.layer_scores is None:
+            raise ValueError("order 'window' needs layer_scores")
+        if plan.eviction in ("static", "prefill-hot") and self.popularity is None:
+            raise ValueError(f"eviction {plan.eviction!r} needs the experts' popularity")
+        if plan.admission and plan.eviction not in BY_FORECAST:
+            raise ValueError("admission needs an eviction by forecast")
+
+
+def full_outcome(trace: Trace, timing: Timing) -> Outcome:
+    """Everything resident."""
+    steps = trace.seq_len.astype(np.int64)
+    zero = np.zeros_like(steps)
+    time = (steps * sum(timing.layer)).astype(np.float64)
+    return Outcome(steps, steps * trace.num_layers * trace.top_k, zero, zero, zero, zero, zero, time, time)
+
+
+def gather(rows: list[tuple[float, ...]], budget: float, log: list[tuple[int, int, int, int]]) -> Outcome:
+    """An outcome from each sequence's fields, in their order."""
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    counts, times = [c.astype(np.int64) for c in columns[:7]], [c.astype(np.float64) for c in columns[7:]]
+    return Outcome(*counts, *times, budget=budget, log=tuple(log))  # type: ignore[misc, arg-type]  # seven and two

@@ -1,0 +1,86 @@
+"""The compiled simulator equals the plain one on random small cases: counts, fetch lists, times, budgets."""
+
+import numpy as np
+import pytest
+from support.toy_traces import random_trace
+
+from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
+from seqmoe.autotune.simulate import simulate_reference
+from seqmoe.autotune.simulate_fast import simulate_fast
+from seqmoe.autotune.simulate_plan import BY_FORECAST, EVICTIONS, Inputs, Outcome, Plan, Timing
+from seqmoe.predictors.forecast import to_inclusion
+from seqmoe.runtime.schedule import ORDERS
+
+LENGTHS = [9, 14, 2, 11]
+
+
+def inputs_of(seed: int, horizon: int = 4, quality: float = 0.6) -> Inputs:
+    """A random trace, and forecasts that are right about as often as `quality` says. Ties are common: scores are rounded."""
+    rng = np.random.default_rng(seed)
+    layers, experts, k = int(rng.integers(1, 6)), int(rng.integers(4, 9)), int(rng.integers(1, 4))
+    trace = random_trace(LENGTHS, layers, experts, k, seed)
+    truth = perfect_forecasts(trace, horizon).start.astype(np.float32)
+
+    def noisy() -> np.ndarray:
+        mixed = np.round(quality * truth + rng.random(truth.shape), 1) + 1e-3
+        return to_inclusion(mixed / mixed.sum(-1, keepdims=True), k).astype(np.float16)
+
+    layer_scores = rng.random((trace.num_steps, layers, experts)).astype(np.float32)
+    popularity = rng.integers(0, 50, layers * experts)
+    return Inputs(trace, TraceForecasts(noisy(), noisy()), popularity, layer_scores)
+
+
+def plan_of(seed: int) -> Plan:
+    rng = np.random.default_rng(seed)
+    eviction = str(rng.choice(EVICTIONS))
+    order = None if eviction == "none" or rng.random() < 0.2 else str(rng.choice(ORDERS))
+    if order and eviction.startswith("belady"):
+        order = None  # they know what is needed, not what is fetched
+    return Plan(
+        eviction=eviction,
+        order=order,
+        admission=eviction in BY_FORECAST and bool(rng.random() < 0.7),
+        k_prime=int(rng.integers(1, 7)),
+        job_steps=int(rng.integers(1, 4)),
+        horizon=int(rng.integers(1, 5)),
+        discount=float(rng.choice([0.3, 0.5, 1.0])),
+        by_position=bool(rng.random() < 0.5),
+        ema_alpha=float(rng.choice([0.05, 0.3, 1.0])),
+        lead=int(rng.integers(0, 3)),
+        m_max=int(rng.choice([1, 2, 1 << 30])),
+        least=float(rng.choice([0.0, 0.3])),
+        printed_form=bool(rng.random() < 0.2),
+        after=bool(rng.random() < 0.6),
+    )
+
+
+def same(fast: Outcome, plain: Outcome) -> None:
+    assert fast.log == plain.log
+    for name in ("steps", "hits", "misses", "late", "prefetched", "useful", "wasted", "time", "full_time"):
+        assert np.array_equal(getattr(fast, name), getattr(plain, name)), name
+    assert fast.budget == plain.budget
+
+
+def compare(seed: int) -> Outcome:
+    inputs, plan, rng = inputs_of(seed), plan_of(seed), np.random.default_rng(seed)
+    trace = inputs.trace
+    total = trace.num_layers * trace.num_experts
+    slots = int(rng.integers(trace.top_k, total + 2))
+    layer_times = tuple(rng.choice([0.5, 1.0, 1.7], trace.num_layers).tolist())
+    timing = Timing(layer_times, float(rng.choice([0.2, 0.5, 0.72, 1.0, 4.0])), float(rng.choice([0.0, 0.3])))
+    plain = simulate_reference(inputs, plan, timing, slots)
+    same(simulate_fast(inputs, plan, timing, slots, log_size=1 << 14), plain)
+    return plain
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_equal_on_random_cases(part: int) -> None:
+    outcomes = [compare(seed) for seed in range(40 * part, 40 * part + 40)]
+    for name in ("hits", "misses", "late", "prefetched", "useful", "wasted"):  # every kind of event was there
+        assert sum(int(getattr(one, name).sum()) for one in outcomes) > 20, name
+
+
+@pytest.mark.slow
+def test_equal_on_many_random_cases() -> None:
+    for seed in range(1000, 1600):
+        compare(seed)
