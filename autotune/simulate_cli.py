@@ -14,7 +14,7 @@ from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import parse_sequences, read_trace
 from seqmoe.profiles.cliutil import LINK, SIZE, Command, emit_json, json_option, require
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import check_writable
+from seqmoe.profiles.files import check_output
 from seqmoe.profiles.spec import LinkSpec
 
 _CALIBRATE = 9  # one in so many of the sequences that are not simulated is for the calibration
@@ -109,7 +109,7 @@ def simulate_command(
     if against is not None:
         require(against in policies, f"--against {against} is not among --policy")
     if plot:
-        check_writable(plot)
+        check_output(plot)
     transfer_us = _transfer_us(link_ratio, link, layer_us, record_bytes)
     trace, training, validation = _split(traces, sequences, fit_sequences, calibrate_sequences)
     console = Console(stderr=True)
