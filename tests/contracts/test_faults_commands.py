@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,9 @@ COMMAND = """import os, sys; from {module} import {name} as main; sys.argv[0] = 
 
 def start(module: str, name: str, *arguments: object, **extra: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", COMMAND.format(module=module, name=name), *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **extra)
+    # A shell's background job ignores Ctrl-C, and so would what it starts.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed, **extra)
 
 
 def started(process: subprocess.Popen[bytes]) -> None:
