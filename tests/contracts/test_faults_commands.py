@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,14 +273,21 @@ def test_a_read_only_folder_behind_a_link_is_fine(capsys: pytest.CaptureFixture[
     demo.chmod(0o755)
 
 
-COMMAND = """import os, sys; from {module} import {name} as main; sys.argv[0] = 'seqmoe'; os.write(2, b'started\\n'); main()"""
+# What a shell's background job starts ignores Ctrl-C: hence the handler, which is Python's own.
+COMMAND = """
+import os, signal, sys
+from {module} import {name} as main
+
+sys.argv[0] = "seqmoe"
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.write(2, b"started\\n")
+main()
+"""
 
 
 def start(module: str, name: str, *arguments: object, **extra: Any) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", COMMAND.format(module=module, name=name), *map(str, arguments)]
-    # A shell's background job ignores Ctrl-C, and so would what it starts.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed, **extra)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **extra)
 
 
 def started(process: subprocess.Popen[bytes]) -> None:
