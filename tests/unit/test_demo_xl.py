@@ -189,6 +189,8 @@ def test_a_really_full_disk(source: Path, tmp_path: Path) -> None:
 
 
 SLOW_WRITER = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 import sys, time
 from pathlib import Path
 from seqmoe.runtime.demo_xl import ensure_demo_xl
