@@ -15,7 +15,7 @@ _NORMS = ("post_attention_layernorm", "ffn_norm", "mlp_norm")  # what families c
 def model_routers(engine: Engine) -> Routers:
     """Weight [L, E, H], and where every layer has one a bias [L, E] and the scale of the norm before it [L, H].
 
-    A router is the one parameter [E, H] beside a layer's experts. Raises CheckpointError where there is none, or more.
+    A router is the one parameter [E, H] beside a layer's experts that is no projection of a shared expert. Raises CheckpointError where there is none, or more.
     """
     spec = engine.spec
     shape = (spec.num_experts, spec.hidden_size)
@@ -27,7 +27,7 @@ def model_routers(engine: Engine) -> Routers:
         found = {
             key: parameter
             for key, parameter in block.named_parameters()
-            if tuple(parameter.shape) == shape and not key.startswith(inside)
+            if tuple(parameter.shape) == shape and not key.startswith(inside) and "_proj" not in key
         }
         if len(found) != 1:
             raise CheckpointError(
