@@ -17,7 +17,7 @@ from seqmoe.profiles.errors import SeqmoeError
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import rss_bytes
 from seqmoe.profiles.spec import LinkSpec
-from seqmoe.profiles.startup import quick_imports
+from seqmoe.profiles.startup import leave, quick_imports
 
 PACKAGES = ("seqmoe", "torch", "transformers", "numpy", "numba", "safetensors", "optuna")
 
@@ -87,4 +87,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from seqmoe.profiles.errors import SeqmoeError, UsageError
-from seqmoe.profiles.startup import quick_imports
+from seqmoe.profiles.startup import leave, quick_imports
 from seqmoe.runtime.jobs_process import die_with_parent
 
 _KEYS: dict[str, type] = {
@@ -137,4 +137,4 @@ def _fail(error: SeqmoeError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))
