@@ -1,73 +1,51 @@
-"""A pool of predictors: powers of least KL, never less likely than its best member, refused where it is not fitted."""
+import mmap
+import time
 
-import numpy as np
 import pytest
-from support.routing import routed_trace
 
-from seqmoe.predictors.metrics import RankCounts
-from seqmoe.predictors.pool import Pool, fit_powers, log_scores, softmax
-from seqmoe.predictors.protocol import Predictor, replay_forecasts
-from seqmoe.predictors.registry import make_predictor
-from seqmoe.profiles.errors import UsageError
-
-SHAPE = {"layers": 4, "experts": 12, "top_k": 3}
-TRAINING = routed_trace(1, (90,) * 8, **SHAPE)
-VALIDATION = routed_trace(2, (80,) * 6, **SHAPE)
-TEST = routed_trace(3, (80,) * 6, **SHAPE)
+from seqmoe.profiles.errors import BudgetError
+from seqmoe.runtime.pool import Pool
 
 
-def recall(predictor: Predictor, with_tokens: bool) -> float:
-    ranks = RankCounts(1, TEST.num_layers, TEST.num_experts)
-    for i in range(TEST.num_sequences):
-        one = TEST.sequence(i)
-        ranks.add(predictor.forecast_trace(one, 1, with_tokens), one)
-    return float(ranks.recall(4).mean())
+def test_slots_lie_side_by_side_on_page_boundaries() -> None:
+    pool = Pool(3, 8192)
+    assert pool.slot_address(0) % mmap.PAGESIZE == 0
+    assert [pool.slot_address(i) - pool.slot_address(0) for i in range(3)] == [0, 8192, 16384]
+    pool.memory(1)[:] = b"\x11" * 8192
+    pool.memory(2)[:4] = b"abcd"
+    assert bytes(pool.memory(0)) == bytes(8192)
+    assert bytes(pool.memory(1)) == b"\x11" * 8192
+    assert bytes(pool.memory(2)[:5]) == b"abcd\0"
+    pool.close()
 
 
-def test_the_powers_are_the_best_on_a_grid():
-    rng = np.random.default_rng(0)
-    truth = softmax(3 * rng.standard_normal((200, 6)))
-    features = np.stack(
-        [np.log(truth) + rng.standard_normal((200, 6)), np.log(truth) + 2 * rng.standard_normal((200, 6))]
-    )
-    features = features.astype(np.float32)
-
-    def loss(a: float, b: float) -> float:
-        return float(-(truth * log_scores(softmax(a * features[0] + b * features[1]))).sum(-1).mean())
-
-    a, b = fit_powers(features, truth)
-    grid = min(loss(x, y) for x in np.linspace(0, 1.5, 31) for y in np.linspace(0, 1.5, 31))
-    assert loss(a, b) <= grid + 1e-5
-    assert a > b > 0
-    noise = np.stack([features[0], rng.standard_normal((200, 6)).astype(np.float32), -features[0]])
-    powers = fit_powers(noise, truth)
-    assert powers.min() >= 0 and powers[1] < 0.2 and powers[2] < 1e-3 + powers[0]
+def test_memory_is_taken_when_touched_and_given_back_by_close() -> None:
+    pool = Pool(64, 1 << 20)
+    assert pool.resident_bytes() == 0
+    pool.memory(10)[::4096] = b"x" * 256
+    touched = pool.resident_bytes()
+    assert 1 << 20 <= touched <= 4 << 20  # at most the huge pages that the slot lies in
+    view = pool.memory(0)
+    pool.close()
+    assert pool.resident_bytes() == 0
+    assert bytes(view[:1]) == b"\0"  # a forgotten view reads zeros, not freed memory
+    pool.close()
 
 
-@pytest.mark.parametrize("with_tokens", [False, True])
-def test_it_ranks_no_worse_than_its_members(with_tokens):
-    names = ("nearest-step", "patterns", "token") if with_tokens else ("nearest-step", "patterns", "within")
-    pool = make_predictor("+".join(names), TRAINING, 1, validation=VALIDATION, with_tokens=with_tokens)
-    assert isinstance(pool, Predictor) and pool.name == "+".join(names)
-    best = max(recall(make_predictor(name, TRAINING, 1), with_tokens) for name in names)
-    assert recall(pool, with_tokens) > best - 0.002
+def test_close_frees_at_once() -> None:
+    def rss() -> int:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * mmap.PAGESIZE
+
+    pool = Pool(32, 1 << 20)
+    for slot in range(32):
+        pool.memory(slot)[::4096] = b"x" * 256
+    full = rss()
+    pool.close()
+    time.sleep(0)
+    assert full - rss() > 30 << 20
 
 
-def test_step_by_step_it_gives_the_same():
-    pool = make_predictor("nearest-token+token", TRAINING, 2, validation=VALIDATION)
-    one = TEST.sequence(0)
-    expected = pool.forecast_trace(one, 2, True)
-    np.testing.assert_allclose(replay_forecasts(pool, one, 2, True), expected, atol=2e-5)
-    np.testing.assert_allclose(expected.sum(-1), 1, atol=1e-5)
-
-
-def test_what_cannot_be_is_one_line():
-    with pytest.raises(UsageError, match="--calibrate-sequences"):
-        make_predictor("token+last", TRAINING, 1)
-    with pytest.raises(UsageError, match="neither a folder nor a known predictor"):
-        make_predictor("token+lasst", TRAINING, 1, validation=VALIDATION)
-    pool = make_predictor("token+last", TRAINING, 1, validation=VALIDATION, with_tokens=True)
-    with pytest.raises(UsageError, match="without tokens"):
-        pool.forecast_trace(TEST.sequence(0), 1, False)
-    with pytest.raises(UsageError, match="at least two"):
-        Pool([make_predictor("last", TRAINING, 1)])
+def test_impossible_size_is_a_budget_error() -> None:
+    with pytest.raises(BudgetError, match="refused a pool"):
+        Pool(1 << 40, 1 << 20)
