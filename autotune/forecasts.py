@@ -1,9 +1,6 @@
 """Forecasts of whole traces for the simulator: made once per trace and predictor, calibrated, kept on disk as float16."""
 
-import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from seqmoe.predictors.protocol import Predictor
 from seqmoe.predictors.registry import NAMES, make_predictor
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import write_error
+from seqmoe.profiles.files import replacing
 from seqmoe.runtime.demo_xl import default_cache_dir
 
 _VERSION = b"1"
@@ -132,11 +129,7 @@ def _compute(
         calibration = fit_calibration(predictor, validation, horizon, with_tokens)
     elif name not in NAMES:
         calibration = load_calibration(Path(name), trace.top_k).get(MODES[with_tokens])
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".npy")
-        os.close(handle)
+    with replacing(path) as temporary:
         shape = (trace.num_steps, horizon, trace.num_layers, trace.num_experts)
         out = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float16, shape=shape)
         for i in range(trace.num_sequences):
@@ -148,14 +141,6 @@ def _compute(
                 progress(f"{name}: forecasts", i + 1, trace.num_sequences)
         out.flush()
         del out
-        os.replace(temporary, path)
-        temporary = ""
-    except OSError as error:
-        raise write_error(path, error) from None
-    finally:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
 
 
 def _open(path: Path, trace: Trace, horizon: int) -> Half:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from seqmoe.predictors.batches import Vocabulary
 from seqmoe.predictors.seq2seq import Seq2SeqConfig, Seq2SeqNet
 from seqmoe.profiles.errors import CheckpointError, UsageError
-from seqmoe.profiles.files import write_atomic, write_error
+from seqmoe.profiles.files import replacing, write_atomic
 
 FORMAT = "seqmoe-seq2seq"
 VERSION = 1
@@ -52,16 +52,9 @@ def save_predictor(
     if vocabulary is not None:
         tensors["vocabulary"] = torch.from_numpy(vocabulary.ids)
     target = folder / WEIGHTS
-    temporary = folder / f".{WEIGHTS}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with replacing(target) as temporary:
         save_file(tensors, temporary)
-        temporary.chmod(0o644)  # safetensors makes it for the owner only
         digest = hashlib.sha256(temporary.read_bytes()).hexdigest()
-        temporary.replace(target)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise write_error(target, error) from None
     metadata = {
         "format": FORMAT,
         "version": VERSION,

@@ -106,13 +106,17 @@ class Trace:
         for index in chosen:
             if not 0 <= index < self.num_sequences:
                 raise UsageError(f"sequence {index} is not in the trace, which has {self.num_sequences} (0 to n-1)")
-        return self._rows(_ranges(self.seq_start[chosen], self.seq_len[chosen]), self.seq_len[chosen])
+        return self._rows(ranges(self.seq_start[chosen], self.seq_len[chosen]), self.seq_len[chosen])
 
     def layer(self, layer: int) -> "Trace":
         """One layer of all sequences, as a trace with a single layer (no copy)."""
         if not 0 <= layer < self.num_layers:
             raise UsageError(f"layer {layer} is not in the trace, which has {self.num_layers} (0 to L-1)")
-        part = slice(layer, layer + 1)
+        return self.layers(layer, layer + 1)
+
+    def layers(self, first: int, last: int | None = None) -> "Trace":
+        """The layers first..last-1 (default: to the end) of all sequences, as a trace of their own (no copy)."""
+        part = slice(first, last)
         weights = None if self.expert_weights is None else self.expert_weights[:, part]
         inputs = None if self.router_inputs is None else self.router_inputs[:, part]
         ids = self.expert_ids[:, part]
@@ -176,7 +180,7 @@ class Trace:
         weights = None if self.expert_weights is None else self.expert_weights[rows]
         tokens = None if self.tokens is None else self.tokens[rows]
         inputs = None if self.router_inputs is None else self.router_inputs[rows]
-        start = _starts(seq_len)
+        start = starts_of(seq_len)
         return Trace(self.expert_ids[rows], weights, tokens, start, seq_len, self.num_experts, inputs, self.meta)
 
 
@@ -214,7 +218,7 @@ def _build(arrays: dict[str, np.ndarray], num_experts: int | None, meta: TraceMe
         ids = ids[rows]
         weights = None if weights is None else weights[rows]
         tokens = None if tokens is None else tokens[rows]
-    return Trace(ids, weights, tokens, _starts(length), length.astype(np.int64), num_experts, None, meta)
+    return Trace(ids, weights, tokens, starts_of(length), length.astype(np.int64), num_experts, None, meta)
 
 
 def _load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -263,14 +267,15 @@ def sequence_rows(start: np.ndarray, length: np.ndarray, steps: int) -> NDArray[
             raise UsageError(f"sequences {i} and {j} overlap: {j} starts at row {start[j]}, {i} ends with row {last}")
     if np.array_equal(order, np.arange(len(order))) and int(length.sum()) == steps:
         return None
-    return _ranges(start, length)
+    return ranges(start, length)
 
 
-def _starts(seq_len: NDArray[np.int64]) -> NDArray[np.int64]:
+def starts_of(seq_len: NDArray[np.int64]) -> NDArray[np.int64]:
+    """First row of each sequence, where they lie end to end."""
     return np.concatenate([[0], np.cumsum(seq_len)[:-1]]).astype(np.int64)
 
 
-def _ranges(start: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:
+def ranges(start: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:
     """start[0] .. start[0] + length[0] - 1, start[1] .. and so on, end to end."""
     return np.concatenate([np.arange(s, s + n) for s, n in zip(start.tolist(), length.tolist(), strict=True)])
 
@@ -350,7 +355,7 @@ def _check_tiling(seq_start: np.ndarray, seq_len: np.ndarray, steps: int) -> Non
     if not len(seq_len) or int(seq_len.min()) < 1:
         empty = int(np.argmin(seq_len)) if len(seq_len) else 0
         raise UsageError(f"seq_len[{empty}] is 0 or missing: every sequence needs a step")
-    if len(seq_start) != len(seq_len) or not np.array_equal(seq_start, _starts(seq_len)) or int(seq_len.sum()) != steps:
+    if len(seq_start) != len(seq_len) or not np.array_equal(seq_start, starts_of(seq_len)) or int(seq_len.sum()) != steps:
         raise UsageError(
             f"seq_start and seq_len do not tile the {steps} steps: seq_start must be the running sum of seq_len"
         )

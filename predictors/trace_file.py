@@ -5,14 +5,12 @@ Tensors: `expert_ids` [S, L, k] I16 or U8, `seq_start` and `seq_len` [n] I64, an
 version "1", num_experts, and model_digest, model_name, source. The sequences tile the steps.
 """
 
-import contextlib
 import json
 import math
 import mmap
 import os
 import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.predictors.trace import Trace, TraceMeta, read_npz, sequence_rows
+from seqmoe.predictors.trace import Trace, TraceMeta, ranges, read_npz, sequence_rows, starts_of
 from seqmoe.profiles.errors import UsageError
-from seqmoe.profiles.files import write_error
+from seqmoe.profiles.files import replacing, write_error
 
 FORMAT, VERSION = "seqmoe-trace", "1"
 _MAX_HEADER_BYTES = 100_000_000
@@ -86,14 +84,14 @@ class TraceFile:
         length = self.seq_len[low : high + 1]
         try:
             if not consecutive:
-                steps = _rows(self.seq_start[chosen] - base, self.seq_len[chosen])
+                steps = ranges(self.seq_start[chosen] - base, self.seq_len[chosen])
                 part = {name: array[steps] for name, array in part.items()}
                 length = self.seq_len[chosen]
             return Trace(
                 part["expert_ids"],
                 part.get("expert_weights"),
                 part.get("tokens"),
-                _starts(length),
+                starts_of(length),
                 length,
                 self.num_experts,
                 part.get("router_inputs"),
@@ -140,7 +138,7 @@ def write_trace(path: str | Path, trace: Trace) -> None:
     """Writes a whole trace to one file, which is there whole or not at all."""
     arrays = {name: getattr(trace, name) for name in _FIELDS if getattr(trace, name) is not None}
     entries = {name: (_NAMES[a.dtype] if name != "router_inputs" else _kind(a), a.shape) for name, a in arrays.items()}
-    with _atomic(Path(path)) as file:
+    with replacing(Path(path)) as temporary, temporary.open("wb") as file:
         file.write(_header(entries, trace.meta, trace.num_experts))
         for name in entries:
             file.write(np.ascontiguousarray(arrays[name]).data)
@@ -219,11 +217,11 @@ class TraceWriter:
         places = range(len(self.done)) if order is None else [self.done.index(key) for key in order]
         assert sorted(places) == list(range(len(self.done))), "order must name every sequence once"
         length = np.array([self._lengths[place] for place in places], dtype=np.int64)
-        bounds = {"seq_start": _starts(length), "seq_len": length}
+        bounds = {"seq_start": starts_of(length), "seq_len": length}
         steps = int(length.sum())
         entries: dict[str, tuple[str, tuple[int, ...]]] = {name: ("I64", (len(length),)) for name in bounds}
         entries |= {n: (self._fields[n][0], (steps, *self._fields[n][1])) for n in _FIELDS if n in self._fields}
-        with _atomic(self.path) as file:
+        with replacing(self.path) as temporary, temporary.open("wb") as file:
             file.write(_header(entries, self.meta, self.num_experts))
             for name in entries:
                 if name in bounds:
@@ -349,38 +347,6 @@ def _header(entries: dict[str, tuple[str, tuple[int, ...]]], meta: TraceMeta, nu
     raw = json.dumps(header).encode()
     raw += b" " * (-len(raw) % 8)  # so that the data begin aligned
     return len(raw).to_bytes(8, "little") + raw
-
-
-@contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[Any]:
-    """A binary file that takes the place of `path` when the block ends well, and is gone when it does not."""
-    temporary = ""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-        temporary = ""
-    except OSError as error:
-        raise write_error(path, error) from None
-    finally:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-
-
-def _starts(length: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(length)[:-1]]).astype(np.int64)
-
-
-def _rows(start: NDArray[np.int64], length: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([np.arange(s, s + n) for s, n in zip(start.tolist(), length.tolist(), strict=True)])
 
 
 def parse_sequences(text: str, option: str = "--sequences") -> list[int]:

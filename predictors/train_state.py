@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from seqmoe.predictors.seq2seq import Seq2SeqNet
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import CheckpointError, UsageError
-from seqmoe.profiles.files import write_error
+from seqmoe.profiles.files import replacing
 
 CHECKPOINT = "checkpoint.safetensors"
 _FORMAT = "seqmoe-train-1"
@@ -58,16 +58,10 @@ def save_checkpoint(
     tensors |= {f"best.{name}": value for name, value in best.items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{name}": value for name, value in state.items()}
-    path, temporary = folder / CHECKPOINT, folder / f".{CHECKPOINT}.tmp"
     header = {"format": _FORMAT, "progress": json.dumps(asdict(progress)), "identity": json.dumps(identity)}
-    try:
-        save_file(
-            {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}, temporary, header
-        )
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise write_error(path, error) from None
+    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    with replacing(folder / CHECKPOINT) as temporary:
+        save_file(whole, temporary, header)
 
 
 def load_checkpoint(

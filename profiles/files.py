@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from seqmoe.profiles.errors import DiskSpaceError, SeqmoeError, UsageError
@@ -11,22 +12,28 @@ from seqmoe.profiles.errors import DiskSpaceError, SeqmoeError, UsageError
 MAX_TEXT_BYTES = 16 << 20  # of a file of prompts
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`: temporary file beside it, fsync, rename. A reader sees the old or the new, never a part."""
-    temporary = ""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """An empty temporary file beside `path`, to be written in the block; it takes the place of `path` when the block
+    ends well, synced, and is gone when it does not. A reader sees the old or the new, never a part.
+
+    Raises what `write_error` makes of an OSError.
+    """
+    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        os.close(handle)
+        temporary = Path(name)
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         # mkstemp makes files for the owner only; give what open() would have given.
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-        temporary = ""
+        temporary.chmod(0o666 & ~mask)
+        temporary.replace(path)
+        temporary = None
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder; the rename itself has happened
             folder = os.open(path.parent, os.O_RDONLY)
             try:
@@ -38,7 +45,13 @@ def write_atomic(path: Path, text: str) -> None:
     finally:
         if temporary:
             with contextlib.suppress(OSError):
-                os.unlink(temporary)
+                temporary.unlink()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`, whole or not at all (see `replacing`)."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def read_lines(path: Path, what: str) -> list[str]:
