@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from seqmoe.runtime.bench_plot import COLOURS, new_figure
+from seqmoe.predictors.plots import COLOURS, new_figure
 
 PEER_COLOURS = {"seqmoe": COLOURS[0], "llamacpp": COLOURS[1], "accelerate": COLOURS[2], "accelerate-map": COLOURS[3]}
 

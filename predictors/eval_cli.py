@@ -9,15 +9,7 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from seqmoe.predictors.calibration import MODES, Calibration, fit_calibration, load_calibration
@@ -28,8 +20,7 @@ from seqmoe.predictors.registry import LAYER_PREDICTORS, NAMES, make_predictor
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import parse_sequences, read_trace
 from seqmoe.predictors.within_step import SOURCES, WithinStep, evaluate_within_step, load_within_step
-from seqmoe.profiles.cliutil import Command, emit_json, json_option, require
-from seqmoe.profiles.errors import UsageError
+from seqmoe.profiles.cliutil import Command, emit_json, json_option, progress_bar, require
 from seqmoe.profiles.files import check_output
 
 EXAMPLES = f"""\b
@@ -113,14 +104,7 @@ def eval_command(
     found: list[Evaluation] = []
     fused: list[WithinStep] = []
     reference: Evaluation | None = None
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console, left=True) as bar:
         runs = list(whole)
         standard = "token" if tokens and trace.tokens is not None else "popularity"
         if whole and training is not None and standard not in runs:
@@ -137,8 +121,6 @@ def eval_command(
                 seed=seed,
                 progress=_updates(bar, task),
             )
-            if _is_folder(name):
-                _check_model(Path(name), predictor, trace)
             with_tokens = tokens and predictor.uses_tokens and trace.tokens is not None
             calibration = _calibration(name, predictor, trace, validation, horizon, with_tokens, save_calibration)
             bar.update(task, description=f"{name}: judging", total=trace.num_sequences, completed=0)
@@ -283,16 +265,6 @@ def fused_table(found: list[WithinStep], title: str) -> Table:
 
 def _is_folder(name: str) -> bool:
     return name not in NAMES and ("+" not in name or Path(name).is_dir())
-
-
-def _check_model(folder: Path, predictor: Predictor, trace: Trace) -> None:
-    """UsageError if predictor and trace both say which model they are of, and say differently."""
-    made_for = getattr(getattr(predictor, "info", None), "model_digest", None)
-    if made_for and trace.meta.model_digest and made_for != trace.meta.model_digest:
-        raise UsageError(
-            f"{trace.meta.path}: model_digest is {trace.meta.model_digest[:12]}, expected {made_for[:12]} as {folder} "
-            "was trained for: a trace of another model"
-        )
 
 
 def _fused(

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from seqmoe.predictors.calibration import Calibration, fit_to_forecasts
 from seqmoe.predictors.forecast import Forecast
-from seqmoe.predictors.pool import fit_powers, log_scores, softmax
+from seqmoe.predictors.pool import fit_powers, log_scores
 from seqmoe.predictors.protocol import LayerPredictor, Predictor
-from seqmoe.predictors.psi import psi_numpy
+from seqmoe.predictors.psi import psi_numpy, softmax
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.files import write_atomic
@@ -191,11 +191,7 @@ def _calibrate(fusion: Fusion, found: list[Both]) -> Calibration:
     for d in range(fusion.depth):
         forecasts = []
         for both in found:
-            reached = Trace(
-                both.trace.expert_ids[:, d + 1 :], None, None, both.trace.seq_start, both.trace.seq_len,
-                both.trace.num_experts,
-            )  # fmt: skip
-            forecasts.append((fused_scores(fusion, both)[:, None, d + 1 :, d], reached))
+            forecasts.append((fused_scores(fusion, both)[:, None, d + 1 :, d], both.trace.layers(d + 1)))
         steps = sum(both.trace.num_steps for both in found)
         parts.append(fit_to_forecasts(forecasts, 1, fusion.k, steps))
     return Calibration(

@@ -1,4 +1,4 @@
-"""Plots of traces and predictors, as PNG, with colours that colour-blind readers can tell apart. No display needed."""
+"""What all plots have in common: PNG, with colours that colour-blind readers can tell apart. No display needed."""
 
 import matplotlib
 from matplotlib.axes import Axes

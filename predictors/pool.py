@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from seqmoe.predictors.metrics import FIRST_ROW
 from seqmoe.predictors.protocol import Predictor
-from seqmoe.predictors.psi import psi_numpy
+from seqmoe.predictors.psi import psi_numpy, softmax
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import UsageError
 
@@ -135,9 +135,3 @@ def fit_powers(features: Floats, truth: Floats) -> NDArray[np.float64]:
 def log_scores(scores: NDArray[np.floating]) -> Floats:
     """Their logarithms, finite where a score is 0."""
     return np.log(np.maximum(scores, _LEAST)).astype(np.float32)
-
-
-def softmax(logits: NDArray[np.floating]) -> Floats:
-    """Over the last axis."""
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)

@@ -66,3 +66,9 @@ def psi_of_scores_numpy(scores: NDArray[np.floating], k: int) -> NDArray[np.floa
     out = np.zeros(scores.shape, dtype=np.float32)
     np.put_along_axis(out, best, values / np.maximum(values.sum(axis=-1, keepdims=True), 1e-20), axis=-1)
     return out
+
+
+def softmax(logits: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Logits [..., E] -> scores that sum to 1."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)

@@ -11,10 +11,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.predictors.psi import psi_numpy
+from seqmoe.predictors.psi import psi_numpy, softmax
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import CheckpointError, UsageError
-from seqmoe.profiles.files import write_error
+from seqmoe.profiles.files import replacing
 
 Floats = NDArray[np.float32]
 FORMAT, VERSION = "seqmoe-adapters", 1
@@ -75,7 +75,7 @@ class NextRouters:
         inputs = np.asarray(router_input, dtype=np.float32)
         layers, experts, _ = self._routers.weight.shape
         reached = range(layer + 1, min(layer + 1 + self.depth, layers))
-        rows = [_softmax(self._routers.logits(target, inputs, of=layer)).sum(axis=0) for target in reached]
+        rows = [softmax(self._routers.logits(target, inputs, of=layer)).sum(axis=0) for target in reached]
         return np.stack(rows) if rows else np.zeros((0, experts), dtype=np.float32)
 
 
@@ -111,7 +111,7 @@ class SpecPrefetch:
         inputs = np.asarray(router_input, dtype=np.float32)
         low = np.einsum("drh,bh->dbr", self._down[layer, :depth], inputs, optimize=True)
         logits = low @ self._up[layer, :depth].transpose(0, 2, 1) + self._bias[layer, :depth, None]
-        return _softmax(logits).sum(axis=1)
+        return softmax(logits).sum(axis=1)
 
     @classmethod
     def fit(
@@ -185,12 +185,9 @@ class SpecPrefetch:
         """Writes one safetensors file."""
         from safetensors.numpy import save_file
 
-        path.parent.mkdir(parents=True, exist_ok=True)
         meta = {"format": FORMAT, "version": str(VERSION)}
-        try:
-            save_file({"down": self._down, "up": self._up, "bias": self._bias}, path, metadata=meta)
-        except OSError as error:
-            raise write_error(path, error) from None
+        with replacing(path) as temporary:
+            save_file({"down": self._down, "up": self._up, "bias": self._bias}, temporary, metadata=meta)
 
     @classmethod
     def load(cls, path: Path, num_layers: int, num_experts: int) -> Self:
@@ -227,10 +224,9 @@ def save_routers(path: Path, routers: Routers) -> None:
     from safetensors.numpy import save_file
 
     named = {"weight": routers.weight, "bias": routers.bias, "norm": routers.norm}
-    try:
-        save_file({name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}, path)
-    except OSError as error:
-        raise write_error(path, error) from None
+    there = {name: np.ascontiguousarray(array) for name, array in named.items() if array is not None}
+    with replacing(path) as temporary:
+        save_file(there, temporary)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Floats], dict[str, str]]:
@@ -244,15 +240,10 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Floats], dict[str, str]]:
         raise CheckpointError(f"{path}: cannot be read as safetensors ({' '.join(str(error).split())})") from None
 
 
-def _softmax(logits: Floats) -> Floats:
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return (powers / powers.sum(axis=-1, keepdims=True)).astype(np.float32)
-
-
 def _target(trace: Trace, routers: Routers | None, layer: int) -> Floats:
     """What a layer's router says, [S, E]: its whole distribution, or without it the weights of those that it chose."""
     if routers is not None:
-        return _softmax(routers.logits(layer, trace.router_input(layer)))
+        return softmax(routers.logits(layer, trace.router_input(layer)))
     one = trace.layer(layer)
     return psi_numpy(one.expert_ids, one.expert_weights, one.num_experts)[:, 0]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from seqmoe.predictors.batches import Steps, Vocabulary, assemble, whole_sequences
 from seqmoe.predictors.mamba2 import Mamba2State
-from seqmoe.predictors.psi import psi_numpy
+from seqmoe.predictors.psi import psi_numpy, softmax
 from seqmoe.predictors.seq2seq import GroupNet, NetState, Seq2SeqNet
 from seqmoe.predictors.seq2seq_file import PredictorInfo, load_predictor
 from seqmoe.predictors.seq2seq_step import KEPT_STEPS, FastStep
@@ -181,7 +181,7 @@ class Seq2SeqPredictor:
         if horizon < 1:
             raise UsageError(f"horizon must be at least 1, got {horizon}")
         rows = self.rows(tokens)
-        return _softmax(np.concatenate([group.forecast(horizon, rows) for group in self.groups], axis=2))
+        return softmax(np.concatenate([group.forecast(horizon, rows) for group in self.groups], axis=2))
 
     def rows(self, tokens: NDArray[np.integer] | None) -> NDArray[np.int64] | None:
         """Embedding rows of token ids; None without tokens, or where this predictor does not use them."""
@@ -194,7 +194,7 @@ class Seq2SeqPredictor:
         shifted = np.concatenate([np.zeros_like(psi[:1]), psi[:-1]])
         rows = self.rows(sequence.tokens) if with_tokens else None
         parts = [_trace_logits(group, shifted[:, group.first : group.last], rows, horizon) for group in self.groups]
-        return _softmax(np.concatenate(parts, axis=2))
+        return softmax(np.concatenate(parts, axis=2))
 
     @torch.inference_mode()
     def forecast_many(self, trace: Trace, with_tokens: bool, most_steps: int = 8192) -> Array:
@@ -215,11 +215,13 @@ class Seq2SeqPredictor:
         return out
 
     def _check(self, trace: Trace) -> None:
+        config = self.config
         for field in ("num_layers", "num_experts", "top_k"):
-            if getattr(trace, field) != getattr(self.config, field):
+            if getattr(trace, field) != getattr(config, field):
                 raise UsageError(
-                    f"the trace has {field} {getattr(trace, field)}, the predictor was made for {getattr(self.config, field)}"
+                    f"the trace has {field} {getattr(trace, field)}, the predictor was made for {getattr(config, field)}"
                 )
+        trace.check_model(self.info.model_digest or "", config.num_layers, config.num_experts, config.top_k)
 
 
 def _trace_logits(group: GroupPredictor, shifted: Array, rows: NDArray[np.int64] | None, horizon: int) -> Array:
@@ -240,8 +242,3 @@ def _trace_logits(group: GroupPredictor, shifted: Array, rows: NDArray[np.int64]
                 logits, ahead = stepper.recurse(stepper.feed_back(logits), ahead)
                 out[begin:end, h] = logits
     return out
-
-
-def _softmax(logits: Array) -> Array:
-    shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return (shifted / shifted.sum(axis=-1, keepdims=True)).astype(np.float32)

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from seqmoe.predictors.trace import TraceMeta
 from seqmoe.predictors.trace_file import open_trace, parse_sequences, read_trace, write_trace
 from seqmoe.predictors.trace_import import import_trace
 from seqmoe.predictors.trace_stats import TraceStats, plot_stats, trace_stats
-from seqmoe.profiles.cliutil import Command, Group, emit_json, json_option, require
+from seqmoe.profiles.cliutil import Command, Group, emit_json, json_option, progress_bar, require
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.files import check_output
 
@@ -100,8 +99,7 @@ def stats_command(
         raise UsageError(f"--residency takes shares such as 0.25,0.44; got {residency!r}") from None
     trace = read_trace(trace_path, chosen)
     console = Console(stderr=True)
-    columns = (TextColumn("replaying caches"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console, "replaying caches") as bar:
         task = bar.add_task("", total=trace.num_sequences)
         stats = trace_stats(trace, shares, lambda done, total: bar.update(task, completed=done))
     if plot:

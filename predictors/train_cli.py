@@ -7,7 +7,6 @@ from typing import Any
 import click
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from seqmoe.predictors.batches import Vocabulary
@@ -19,7 +18,7 @@ from seqmoe.predictors.train import Trainer, TrainResult, joined
 from seqmoe.predictors.train_options import TrainOptions
 from seqmoe.predictors.train_state import CHECKPOINT
 from seqmoe.predictors.train_state import Progress as TrainProgress
-from seqmoe.profiles.cliutil import DURATION, SIZE, Command, emit_json, json_option, require
+from seqmoe.profiles.cliutil import DURATION, SIZE, Command, emit_json, json_option, progress_bar, require
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.files import check_writable
 from seqmoe.profiles.sizes import parse_bytes
@@ -149,8 +148,7 @@ def _train_adapters(
     loaded = load_routers(routers) if routers else None
     predictor = Seq2SeqPredictor.load(folder)
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("adapters")
         fit_within_step(
             folder,
@@ -211,15 +209,7 @@ def _hidden(config: Seq2SeqConfig, budget: str | None, expert_bytes: int | None)
 
 def _run(trainer: Trainer, quiet: bool) -> TrainResult:
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+    with progress_bar(console, left=True, quiet=quiet) as bar:
         task = bar.add_task("training", total=None)
 
         def report(progress: TrainProgress, row: dict[str, Any] | None) -> None:

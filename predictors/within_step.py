@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe.predictors.fusion import FILE_NAME, Fusion, both_forecasts, fit_fusion, fused_scores
-from seqmoe.predictors.metrics import FIRST_ROW
+from seqmoe.predictors.metrics import RankCounts, Reliability
 from seqmoe.predictors.protocol import LayerPredictor, Predictor
 from seqmoe.predictors.routers import Routers, SpecPrefetch
 from seqmoe.predictors.trace import Trace
@@ -95,35 +95,20 @@ def evaluate_within_step(
     if trace.router_inputs is None:
         raise UsageError("router_inputs are not in this trace; collect it with router inputs")
     experts, layers, depth = trace.num_experts, trace.num_layers, fusion.depth
-    ranks = np.zeros((len(SOURCES), depth, experts), dtype=np.int64)
-    bins = np.zeros((depth, 20, 3))  # of confidences: how many, their sum, how many came true
+    # What is d + 1 layers ahead of an adapter are the layers from d + 1 on.
+    ranks = [[RankCounts(1, layers - d - 1, experts) for d in range(depth)] for _ in SOURCES]
+    reliability = [Reliability(1) for _ in range(depth)]
     for done, both in enumerate(both_forecasts(predictor, adapters, trace, with_tokens), 1):
         fused = fused_scores(fusion, both)
-        ids = both.trace.expert_ids[FIRST_ROW:].astype(np.int64)
         for d in range(depth):
-            reached = slice(d + 1, layers)
-            truth = ids[:, reached]
-            parts = (both.sequence[:, reached], both.adapters[:, reached, d], fused[:, reached, d])
+            reached = both.trace.layers(d + 1)
+            parts = (both.sequence, both.adapters[:, :, d], fused[:, :, d])
             for source, scores in enumerate(parts):
-                ranks[source, d] += _rank_counts(scores[FIRST_ROW:], truth)
-            confidence = fusion.calibration.apply_step(parts[2][FIRST_ROW:], d)
-            chosen = np.zeros(confidence.shape, dtype=bool)
-            np.put_along_axis(chosen, truth, True, axis=-1)
-            above = confidence > 0.1
-            place = np.minimum((confidence[above] * 20).astype(np.int64), 19)
-            for column, values in enumerate((None, confidence[above], chosen[above].astype(np.float64))):
-                bins[d, :, column] += np.bincount(place, weights=values, minlength=20)
+                ranks[source][d].add(scores[:, None, d + 1 :], reached)
+            confidence = fusion.calibration.apply_step(parts[2][:, d + 1 :], d)
+            reliability[d].add(confidence[:, None], reached)
         if progress:
             progress(done, trace.num_sequences)
-    total = np.maximum(ranks.sum(axis=-1, keepdims=True), 1)
-    gaps = np.abs(bins[:, :, 1] - bins[:, :, 2]).sum(axis=1) / np.maximum(bins[:, :, 0].sum(axis=1), 1)
-    return WithinStep(predictor.name, trace.top_k, ranks.cumsum(axis=-1) / total, gaps)
-
-
-def _rank_counts(scores: NDArray[np.float32], truth: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How often a chosen expert stood at each rank: scores [.., E], truth [.., k] -> [E]."""
-    order = np.argsort(-scores, axis=-1, kind="stable")
-    rank = np.empty_like(order)
-    np.put_along_axis(rank, order, np.broadcast_to(np.arange(scores.shape[-1]), order.shape), axis=-1)
-    found = np.take_along_axis(rank, truth, axis=-1)
-    return np.bincount(found.ravel(), minlength=scores.shape[-1])
+    recall = [[[one.recall(m).mean() for m in range(1, experts + 1)] for one in row] for row in ranks]
+    error = np.array([one.error_above(0.1)[0] for one in reliability])
+    return WithinStep(predictor.name, trace.top_k, np.array(recall), error)

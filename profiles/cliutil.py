@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
@@ -15,6 +15,10 @@ from seqmoe.profiles.files import write_error
 from seqmoe.profiles.knobs import KnobInfo, Knobs, knob_infos
 from seqmoe.profiles.sizes import parse_bytes, parse_duration
 from seqmoe.profiles.spec import LinkSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 INTERRUPTED = 130
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -115,6 +119,25 @@ def fail(kind: str, message: str, exit_code: int, as_json: bool) -> NoReturn:
 def emit_json(value: dict[str, Any]) -> None:
     """One JSON object as one line of stdout."""
     print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def progress_bar(console: "Console", label: str = "{task.description}", *, left: bool = False, quiet: bool = False) -> "Progress":
+    """A bar for what is counted in pieces, with the time so far and, if `left`, the time left; nothing where `console` is
+    no terminal. `label` is rich's format of what stands before it."""
+    # Here, so that --help does not wait for rich.
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = [TextColumn(label), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    if left:
+        columns += [TextColumn("left"), TimeRemainingColumn()]
+    return Progress(*columns, console=console, disable=quiet or not console.is_terminal)
 
 
 def _click_message(error: click.ClickException) -> str:

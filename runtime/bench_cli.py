@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from seqmoe.profiles.cliutil import (
@@ -20,6 +20,7 @@ from seqmoe.profiles.cliutil import (
     json_option,
     knob_options,
     knobs_from_options,
+    progress_bar,
     require,
 )
 from seqmoe.profiles.errors import UsageError
@@ -115,8 +116,7 @@ def bench_command(
         "link": str(link),
         "replay": str(replay) if replay else None,
     }
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("measuring")
         result = run_bench(
             job,

@@ -3,25 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
+from seqmoe.predictors.plots import COLOURS, MARKERS, new_figure
 from seqmoe.runtime.bench import FIGURES, ArmResult, BenchResult
 from seqmoe.runtime.models import model_id
-
-# Okabe and Ito's palette, without yellow, which is too pale on white.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
-
-
-def new_figure(panels: int, width_inches: float = 4.6, height_inches: float = 3.8) -> tuple[Figure, list[Axes]]:
-    """A figure of panels side by side, drawn without a display."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width_inches * panels, height_inches), layout="constrained", dpi=150)
-        axes = figure.subplots(1, panels, squeeze=False)
-    return figure, list(axes[0])
 
 
 def plot_bench(result: BenchResult, path: Path) -> None:

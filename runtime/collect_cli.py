@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from seqmoe.profiles.cliutil import (
     LINK,
@@ -16,6 +15,7 @@ from seqmoe.profiles.cliutil import (
     json_option,
     knob_options,
     knobs_from_options,
+    progress_bar,
     require,
 )
 from seqmoe.profiles.errors import UsageError
@@ -97,14 +97,7 @@ def collect_command(
         from seqmoe.runtime.routers import model_routers
 
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    with progress_bar(console, left=True) as bar:
         tasks: dict[str, Any] = {}
 
         def show(stage: str, done: int, total: int) -> None:

@@ -85,10 +85,14 @@ def job_result(returncode: int, stdout: bytes, stderr: bytes) -> dict[str, Any]:
     return process_error("Crashed", f"exit code {returncode}: {''.join(last) or 'no output'}", returncode or 1)
 
 
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """Ends what is left of the process's group. The group outlives its leader while it has members, and not longer."""
+def end_group(leader: int) -> None:
+    """Ends what is left of a process's group. The group outlives its leader while it has members, and not longer."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    end_group(process.pid)
     process.wait()
     if process.stdout:
         process.stdout.close()

@@ -11,7 +11,6 @@ client ends a job by killing its process group.
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from typing import IO, Any, Self
 
 from seqmoe.profiles.machine import count_as_resident, resident_files_bytes
 from seqmoe.profiles.startup import quick_imports
-from seqmoe.runtime.jobs_process import die_with_parent, job_result, process_error, run_job
+from seqmoe.runtime.jobs_process import die_with_parent, end_group, job_result, process_error, run_job
 
 SERVER_COMMAND = (sys.executable, "-m", "seqmoe.runtime.jobs_server")
 START_S = 120.0  # for imports, on a slow and busy machine
@@ -61,7 +60,7 @@ class JobServer:
         if channel:
             channel.close()
         if process:
-            _end_group(process.pid)
+            end_group(process.pid)
             process.wait()
 
     def __enter__(self) -> Self:
@@ -83,18 +82,18 @@ class JobServer:
                 try:
                     returncode = int(_receive(channel, timeout_s)["returncode"])
                 except TimeoutError:
-                    _end_group(pid)
+                    end_group(pid)
                     _receive(channel, START_S)
                     return process_error("Timeout", f"took longer than {timeout_s:g} s and was ended", 1)
             except BaseException as error:
                 # Ctrl-C, or a server that died: nothing of the job may stay, nor a message that nobody reads.
                 if pid:
-                    _end_group(pid)
+                    end_group(pid)
                 self.close()
                 if isinstance(error, TimeoutError):
                     raise _Lost("the server does not answer") from None
                 raise
-            _end_group(pid)  # what the job itself started and left
+            end_group(pid)  # what the job itself started and left
             return job_result(returncode, _contents(stdout), _contents(stderr))
 
     def _connect(self) -> socket.socket:
@@ -170,11 +169,6 @@ def _job(begin: int, files: list[int], parent_files_bytes: int, run: Callable[[]
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)  # what the server has is not the job's to tidy up
-
-
-def _end_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
 
 
 def _send(channel: socket.socket, files: list[int]) -> None:

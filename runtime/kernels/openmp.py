@@ -15,11 +15,9 @@ _LIBRARIES = ("libgomp", "libiomp5", "libomp")  # the last two speak GNU's inter
 
 @dataclass(frozen=True)
 class OpenMP:
-    """Addresses of `GOMP_parallel`, `GOMP_barrier` and `omp_get_thread_num`; 0 where there is no such library."""
+    """Address of `GOMP_parallel`, 0 where there is no such library."""
 
     parallel: int
-    barrier: int
-    thread_id: int
     path: str
 
     @property
@@ -33,13 +31,12 @@ def find_openmp() -> OpenMP:
     for path in _loaded():
         library = ctypes.CDLL(path)
         try:
-            functions = [getattr(library, n) for n in ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")]
+            parallel = library.GOMP_parallel
         except AttributeError:
             continue
-        parallel, barrier, thread_id = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in functions)
-        return OpenMP(parallel, barrier, thread_id, path)
+        return OpenMP(ctypes.cast(parallel, ctypes.c_void_p).value or 0, path)
     warnings.warn("torch has loaded no OpenMP library: experts are computed on one thread", stacklevel=2)
-    return OpenMP(0, 0, 0, "")
+    return OpenMP(0, "")
 
 
 def _loaded() -> list[str]:

@@ -7,17 +7,10 @@ from seqmoe.predictors.trace import Trace, TraceMeta
 
 
 def routed_trace(
-    seed: int = 0,
-    lengths: tuple[int, ...] = (12, 9, 15),
-    layers: int = 3,
-    experts: int = 8,
-    top_k: int = 2,
-    hidden: int = 6,
-    vocabulary: int = 5,
-    router_inputs: bool = False,
+    seed: int = 0, lengths: tuple[int, ...] = (12, 9, 15), *, router_inputs: bool = False, **shape: int
 ) -> Trace:
     """A hidden state drifts from step to step and from layer to layer; routers, the same for every seed, choose."""
-    trace, _ = routed(seed, lengths, layers, experts, top_k, hidden, vocabulary)
+    trace, _ = routed(seed, lengths, **shape)
     if router_inputs:
         return trace
     parts = (trace.expert_ids, trace.expert_weights, trace.tokens, trace.seq_start, trace.seq_len, trace.num_experts)

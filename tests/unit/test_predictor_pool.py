@@ -5,8 +5,9 @@ import pytest
 from support.routing import routed_trace
 
 from seqmoe.predictors.metrics import RankCounts
-from seqmoe.predictors.pool import Pool, fit_powers, log_scores, softmax
+from seqmoe.predictors.pool import Pool, fit_powers, log_scores
 from seqmoe.predictors.protocol import Predictor, replay_forecasts
+from seqmoe.predictors.psi import softmax
 from seqmoe.predictors.registry import make_predictor
 from seqmoe.profiles.errors import UsageError
 
