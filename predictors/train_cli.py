@@ -11,7 +11,7 @@ from rich.table import Table
 
 from seqmoe.predictors.batches import Vocabulary
 from seqmoe.predictors.seq2seq import Seq2SeqConfig, check_split, hidden_for_budget
-from seqmoe.predictors.seq2seq_file import PredictorInfo
+from seqmoe.predictors.seq2seq_file import PredictorInfo, check_fits
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import parse_sequences, read_trace
 from seqmoe.predictors.train import Trainer, TrainResult, joined
@@ -94,7 +94,8 @@ def train_command(
         torch.set_num_threads(threads)
     if adapters_only:
         require(trace.router_inputs is not None, f"{traces}: router_inputs are missing, which adapters need")
-        _train_adapters(out, learn, check, routers, depth, seed)
+        wanted = _trigger_layers(trigger_layers, trace.num_layers) if trigger_layers else None
+        _train_adapters(out, learn, check, routers, depth, seed, wanted)
         return 0
     split = _trigger_layers(trigger_layers, trace.num_layers)
     if tokens:
@@ -136,9 +137,16 @@ def train_command(
 
 
 def _train_adapters(
-    folder: Path, learn: Trace, check: Trace | None, routers: Path | None, depth: int, seed: int
+    folder: Path,
+    learn: Trace,
+    check: Trace | None,
+    routers: Path | None,
+    depth: int,
+    seed: int,
+    split: tuple[int, ...] | None = None,
 ) -> None:
-    """Trains adapters and fits the fusion into the predictor's folder, with a progress bar."""
+    """Trains adapters and fits the fusion into the predictor's folder, with a progress bar. UsageError where the
+    predictor there is for another model than the traces, or another `split` than the one given."""
     from seqmoe.predictors.routers import load_routers
     from seqmoe.predictors.seq2seq_predictor import Seq2SeqPredictor
     from seqmoe.predictors.within_step import fit_within_step
@@ -147,6 +155,16 @@ def _train_adapters(
     assert check is not None
     loaded = load_routers(routers) if routers else None
     predictor = Seq2SeqPredictor.load(folder)
+    check_fits(
+        predictor.config,
+        folder,
+        num_layers=learn.num_layers,
+        num_experts=learn.num_experts,
+        top_k=learn.top_k,
+        split=split,
+        model_digest=learn.meta.model_digest or None,
+        made_for=predictor.info.model_digest,
+    )
     console = Console(stderr=True)
     with progress_bar(console) as bar:
         task = bar.add_task("adapters")

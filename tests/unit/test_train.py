@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from support.routing import routed
 from support.toy_traces import random_trace, trace_of, walking_trace
 
 from seqmoe.predictors.batches import Vocabulary
+from seqmoe.predictors.eval_cli import eval_command
 from seqmoe.predictors.objective import measure
+from seqmoe.predictors.routers import save_routers
 from seqmoe.predictors.seq2seq import Dropout, Seq2SeqConfig
 from seqmoe.predictors.seq2seq_file import load_predictor
-from seqmoe.predictors.trace import Trace
+from seqmoe.predictors.trace import Trace, TraceMeta
 from seqmoe.predictors.trace_file import write_trace
 from seqmoe.predictors.train import Trainer
 from seqmoe.predictors.train_cli import split_sequences, train_command
 from seqmoe.predictors.train_options import TrainOptions
+from seqmoe.predictors.within_step import SOURCES
 from seqmoe.profiles.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -248,3 +252,32 @@ def test_two_processes_train_as_one(tmp_path: Path) -> None:
     one, two = tensors(tmp_path / "one"), tensors(tmp_path / "two")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=0.02, atol=2e-3, msg=name)
+
+
+def test_adapters_are_trained_with_the_predictor_and_judged_by_eval(tmp_path: Path) -> None:
+    traces, routers, out = tmp_path / "t.safetensors", tmp_path / "routers.safetensors", tmp_path / "out"
+    trace, weights = routed(1, (40,) * 10, layers=4)
+    write_trace(traces, trace)
+    save_routers(routers, weights)
+    common = ["--traces", str(traces), "--out", str(out), "--train", "0:6", "--validation", "6:8"]
+    done = command(*common, "--hidden", "32", "--trigger-layers", "2,4", "--epochs", "1", "--routers", str(routers))
+    assert done.exit_code == 0, done.output
+    files = [out / "adapters.safetensors", out / "fusion.json"]
+    before = [path.read_bytes() for path in files]
+    judged = CliRunner().invoke(
+        eval_command,
+        ["--traces", str(traces), "--predictor", str(out), "--sequences", "8:10", "--horizon", "1", "--json"],
+    )
+    assert judged.exit_code == 0, judged.output
+    rows = json.loads(judged.stdout.splitlines()[-1])["predictors"]
+    assert set(rows[-1]["within_step"]) == {"1", "2", "3"} and set(rows[-1]["within_step"]["1"]) == set(SOURCES)
+    # Only the adapters again: the same, since everything is seeded; and never for another split or another model.
+    again = command(*common, "--adapters-only", "--trigger-layers", "2,4", "--routers", str(routers))
+    assert again.exit_code == 0 and [path.read_bytes() for path in files] == before
+    refused = command(*common, "--adapters-only", "--trigger-layers", "1,4")
+    assert refused.exit_code == 2 and "out: predictor has trigger layers 2,4, expected 1,4" in refused.output
+    write_trace(traces, dataclasses.replace(trace, meta=TraceMeta("another")))
+    refused = command(*common, "--adapters-only")
+    assert refused.exit_code == 2 and "trained for model abc123, expected another" in refused.output
+    judged = CliRunner().invoke(eval_command, ["--traces", str(traces), "--predictor", str(out)])
+    assert judged.exit_code == 2 and "model_digest is another, expected abc123: a trace of another model" in judged.output
