@@ -14,10 +14,11 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.autotune.simulate_plan import BY_FORECAST, Inputs, Outcome, Plan, Timing, gather
+from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, gather
 from seqmoe.predictors.trace import Trace
 from seqmoe.runtime.eviction import LFU, LRU, Belady, BeladyWithin, Eviction, PrefillHot, Static
 from seqmoe.runtime.eviction_forecast import ForecastEviction, Rule, expected_worth, first_use_worth, hard_worth
+from seqmoe.runtime.policy import BY_FORECAST, Plan
 from seqmoe.runtime.residency import Fetch, Residency, demand_reserve
 from seqmoe.runtime.schedule import FetchJob, Scheduler, make_jobs
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqmoe.autotune.simulate_plan import Outcome, Timing
-from seqmoe.autotune.simulate_policies import POLICIES, Changes, Workbench, find_policy
+from seqmoe.autotune.simulate_policies import Changes, Workbench
 from seqmoe.autotune.stats import interval
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import parse_sequences, read_trace
@@ -16,6 +16,7 @@ from seqmoe.profiles.cliutil import LINK, SIZE, Command, emit_json, json_option,
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.files import check_output
 from seqmoe.profiles.spec import LinkSpec
+from seqmoe.runtime.policy import POLICIES, find_policy
 
 _CALIBRATE = 9  # one in so many of the sequences that are not simulated is for the calibration
 

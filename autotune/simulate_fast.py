@@ -33,11 +33,12 @@ from seqmoe.autotune.simulate_kernel import (
     next_uses,
     run_sequence,
 )  # fmt: skip
-from seqmoe.autotune.simulate_plan import BY_FORECAST, Inputs, Outcome, Plan, Timing, gather
+from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, gather
 from seqmoe.predictors.kernels import NEVER
 from seqmoe.predictors.trace import Trace
 from seqmoe.runtime.eviction import PrefillHot, Static
 from seqmoe.runtime.eviction_forecast import position_factors
+from seqmoe.runtime.policy import BY_FORECAST, Plan
 from seqmoe.runtime.residency import demand_reserve
 from seqmoe.runtime.schedule import ORDERS
 

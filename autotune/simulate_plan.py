@@ -7,12 +7,7 @@ from numpy.typing import NDArray
 
 from seqmoe.autotune.forecasts import TraceForecasts
 from seqmoe.predictors.trace import Trace
-from seqmoe.runtime.schedule import NO_LIMIT
-
-EVICTIONS = (
-    "none", "lru", "lfu", "static", "prefill-hot", "belady", "belady-8", "expected", "first-use", "hard",
-)  # fmt: skip
-BY_FORECAST = ("expected", "first-use", "hard")
+from seqmoe.runtime.policy import BY_FORECAST, EVICTIONS, Plan
 
 
 @dataclass(frozen=True)
@@ -33,32 +28,6 @@ class Timing:
     def transfers_per_layer(self) -> float:
         """What the link can move while an average layer computes: the first budget."""
         return sum(self.layer) / len(self.layer) / self.transfer
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a policy does: how it evicts, and whether, what and in which order it fetches ahead."""
-
-    eviction: str = "lru"  # of EVICTIONS; "none" keeps nothing
-    order: str | None = None  # of schedule.ORDERS; None: no prefetch
-    admission: bool = False  # needs an eviction by forecast
-    k_prime: int = 7
-    job_steps: int = 1  # steps for which jobs are made: the one that begins, the one after it, ...
-    horizon: int = 8  # c
-    discount: float = 0.5  # lambda
-    by_position: bool = True
-    ema_alpha: float = 0.1
-    lead: int = 1
-    m_max: int = NO_LIMIT
-    least: float = 0.0  # confidence that a job needs to exceed
-    printed_form: bool = False
-    early_binding: bool = False  # the slot is bound when the job is made (paper); else when the transfer starts
-    after: bool = True  # also a forecast without token after a step's last layer
-
-    @property
-    def uses_forecast(self) -> bool:
-        """Whether whole-step forecasts are needed."""
-        return self.eviction in BY_FORECAST or (self.order is not None and self.order != "window")
 
 
 @dataclass(frozen=True, eq=False)

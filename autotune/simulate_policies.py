@@ -1,6 +1,5 @@
-"""The simulator's policies by name: ours, its ablations, and the rivals of the papers."""
+"""Policies in the simulator: what the user changes of them, and the forecasts that they need."""
 
-import difflib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -8,64 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqmoe.autotune.forecasts import Progress, TraceForecasts, perfect_forecasts, trace_forecasts
-from seqmoe.autotune.simulate_plan import Inputs, Outcome, Plan, Timing, full_outcome
+from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, full_outcome
 from seqmoe.predictors.calibration import FILE_NAME as CALIBRATION
 from seqmoe.predictors.registry import NAMES
 from seqmoe.predictors.trace import Trace
 from seqmoe.profiles.errors import UsageError
-
-GIVEN = "given"  # the predictor that the user names
-PERFECT = "the future"
-LAYERS = "specprefetch"  # from router inputs, within the step
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What a name stands for. `plan` None: everything is resident."""
-
-    plan: Plan | None
-    predictor: str | None  # GIVEN, PERFECT, LAYERS, or a predictor of its own
-    help: str
-
-
-_HORIZON = 8  # forecasts are made for so many steps and one, so that policies share them
-_SEQMOE = Plan("expected", "joint", admission=True, k_prime=12, job_steps=2)
-POLICIES: dict[str, Policy] = {
-    "full": Policy(None, None, "every expert resident"),
-    "eager": Policy(Plan("none"), None, "nothing is kept"),
-    "lru": Policy(Plan("lru"), None, "least recently used goes first"),
-    "lfu": Policy(Plan("lfu"), None, "least often used goes first"),
-    "static": Policy(Plan("static"), None, "the most popular of the training sequences stay"),
-    "prefill-hot": Policy(Plan("prefill-hot"), None, "what a sequence's first steps used most stays (KTransformers)"),
-    "belady": Policy(Plan("belady"), None, "the optimum without prefetch"),
-    "belady-8": Policy(Plan("belady-8"), None, "the same, seeing 8 steps ahead"),
-    "belady-f8": Policy(Plan("hard"), GIVEN, "Belady's rule on the forecast's best k of 8 steps"),
-    "moe-infinity": Policy(
-        Plan("expected", "infinity", horizon=1, by_position=False, after=False), "infinity",
-        "matched request, its order by confidence and distance",
-    ),
-    "promoe": Policy(Plan("lru", "promoe"), GIVEN, "forecast, earliest deadline first, LRU"),
-    "patterns": Policy(Plan("lru", "first-come"), "patterns", "chances from token to token, first come, LRU"),
-    "specprefetch": Policy(Plan("lru", "window", lead=0), LAYERS, "next layer's router, window budget, LRU"),
-    "seqmoe": Policy(_SEQMOE, GIVEN, "joint scheduling, probabilistic Belady, admission"),
-    "seqmoe-cache-only": Policy(replace(_SEQMOE, order=None, admission=False), GIVEN, "seqmoe without prefetch"),
-    "seqmoe-infinity-order": Policy(replace(_SEQMOE, order="infinity"), GIVEN, "seqmoe, MoE-Infinity's order"),
-    "seqmoe-promoe-order": Policy(replace(_SEQMOE, order="promoe"), GIVEN, "seqmoe, ProMoE's order"),
-    "seqmoe-first-come": Policy(replace(_SEQMOE, order="first-come"), GIVEN, "seqmoe, first come first sent"),
-    "seqmoe-no-recursion": Policy(replace(_SEQMOE, horizon=1, job_steps=1), GIVEN, "seqmoe, one step of forecast"),
-    "seqmoe-no-admission": Policy(replace(_SEQMOE, admission=False), GIVEN, "seqmoe, every fetch admitted"),
-    "seqmoe-early-binding": Policy(replace(_SEQMOE, early_binding=True), GIVEN, "seqmoe, slots bound with the jobs"),
-    "foresight": Policy(_SEQMOE, PERFECT, "seqmoe fed with the true next steps"),
-}  # fmt: skip
-
-
-def find_policy(name: str) -> Policy:
-    """UsageError for an unknown name."""
-    if name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(POLICIES)}"
-        raise UsageError(f"unknown policy '{name}': {hint}")
-    return POLICIES[name]
+from seqmoe.runtime.policy import GIVEN, HORIZON, LAYERS, PERFECT, Plan, find_policy
 
 
 @dataclass(frozen=True)
@@ -135,7 +82,7 @@ class Workbench:
         if predictor == LAYERS:
             layer_scores = self._by_layer()
         elif predictor is not None:
-            forecasts = self._forecast(predictor, max(plan.horizon, _HORIZON) + 1)
+            forecasts = self._forecast(predictor, max(plan.horizon, HORIZON) + 1)
         popularity = None
         if plan.eviction in ("static", "prefill-hot"):
             if self.training is None:

@@ -12,9 +12,9 @@ import numpy as np
 from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.autotune.simulate_fast import simulate_fast
 from seqmoe.autotune.simulate_plan import Inputs, Timing
-from seqmoe.autotune.simulate_policies import POLICIES
 from seqmoe.predictors.forecast import to_inclusion
 from seqmoe.predictors.trace import Trace
+from seqmoe.runtime.policy import POLICIES
 
 STEPS = 2000
 SHOWN = ("lru", "belady", "seqmoe-cache-only", "seqmoe-infinity-order", "seqmoe")

@@ -36,6 +36,7 @@ TORCH_FREE = [
     "runtime/eviction.py",
     "runtime/eviction_forecast.py",
     "runtime/schedule.py",
+    "runtime/policy.py",
     "runtime/replay_counts.py",
     "runtime/extents.py",
 ]

@@ -9,10 +9,11 @@ from support.toy_traces import random_trace
 
 from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.autotune.simulate import _Replay, simulate_reference
-from seqmoe.autotune.simulate_plan import Inputs, Plan, Timing
+from seqmoe.autotune.simulate_plan import Inputs, Timing
 from seqmoe.predictors.forecast import to_inclusion
 from seqmoe.runtime.eviction import BeladyWithin, PrefillHot, make_eviction
 from seqmoe.runtime.eviction_forecast import ForecastEviction, expected_worth, first_use_worth, hard_worth
+from seqmoe.runtime.policy import Plan
 from seqmoe.runtime.replay_counts import replay
 from seqmoe.runtime.residency import Fetch
 

@@ -7,8 +7,9 @@ from support.toy_traces import random_trace
 from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.autotune.simulate import simulate_reference
 from seqmoe.autotune.simulate_fast import simulate_fast
-from seqmoe.autotune.simulate_plan import BY_FORECAST, EVICTIONS, Inputs, Outcome, Plan, Timing
+from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing
 from seqmoe.predictors.forecast import to_inclusion
+from seqmoe.runtime.policy import BY_FORECAST, EVICTIONS, Plan
 from seqmoe.runtime.schedule import ORDERS
 
 LENGTHS = [9, 14, 2, 11]

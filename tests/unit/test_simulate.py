@@ -13,11 +13,12 @@ from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts, trace_f
 from seqmoe.autotune.simulate import simulate_reference
 from seqmoe.autotune.simulate_cli import simulate_command
 from seqmoe.autotune.simulate_fast import simulate_fast
-from seqmoe.autotune.simulate_plan import Inputs, Outcome, Plan, Timing, full_outcome
-from seqmoe.autotune.simulate_policies import POLICIES, Workbench
+from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, full_outcome
+from seqmoe.autotune.simulate_policies import Workbench
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import write_trace
 from seqmoe.profiles.errors import SeqmoeError, UsageError
+from seqmoe.runtime.policy import POLICIES, Plan
 from seqmoe.runtime.replay_counts import replay
 
 SEQMOE = Plan("expected", "joint", admission=True, k_prime=4, job_steps=2, horizon=3)

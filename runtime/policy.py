@@ -1,0 +1,93 @@
+"""What a policy does, and the policies by name: ours, its ablations, the rivals of the papers. One table for the runtime
+and the simulator. Loads without torch."""
+
+import difflib
+from dataclasses import dataclass, replace
+
+from seqmoe.profiles.errors import UsageError
+from seqmoe.runtime.schedule import NO_LIMIT
+
+EVICTIONS = (
+    "none", "lru", "lfu", "static", "prefill-hot", "belady", "belady-8", "expected", "first-use", "hard",
+)  # fmt: skip
+BY_FORECAST = ("expected", "first-use", "hard")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy does: how it evicts, and whether, what and in which order it fetches ahead."""
+
+    eviction: str = "lru"  # of EVICTIONS; "none" keeps nothing
+    order: str | None = None  # of schedule.ORDERS; None: no prefetch
+    admission: bool = False  # needs an eviction by forecast
+    k_prime: int = 7
+    job_steps: int = 1  # steps for which jobs are made: the one that begins, the one after it, ...
+    horizon: int = 8  # c
+    discount: float = 0.5  # lambda
+    by_position: bool = True
+    ema_alpha: float = 0.1
+    lead: int = 1
+    m_max: int = NO_LIMIT
+    least: float = 0.0  # confidence that a job needs to exceed
+    printed_form: bool = False
+    early_binding: bool = False  # the slot is bound when the job is made (paper); else when the transfer starts
+    after: bool = True  # also a forecast without token after a step's last layer
+
+    @property
+    def uses_forecast(self) -> bool:
+        """Whether whole-step forecasts are needed."""
+        return self.eviction in BY_FORECAST or (self.order is not None and self.order != "window")
+
+
+GIVEN = "given"  # the predictor that the user names
+PERFECT = "the future"
+LAYERS = "specprefetch"  # from router inputs, within the step
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What a name stands for. `plan` None: everything is resident."""
+
+    plan: Plan | None
+    predictor: str | None  # GIVEN, PERFECT, LAYERS, or a predictor of its own
+    help: str
+
+
+HORIZON = 8  # forecasts are made for so many steps and one, so that policies share them
+_SEQMOE = Plan("expected", "joint", admission=True, k_prime=12, job_steps=2)
+POLICIES: dict[str, Policy] = {
+    "full": Policy(None, None, "every expert resident"),
+    "eager": Policy(Plan("none"), None, "nothing is kept"),
+    "lru": Policy(Plan("lru"), None, "least recently used goes first"),
+    "lfu": Policy(Plan("lfu"), None, "least often used goes first"),
+    "static": Policy(Plan("static"), None, "the most popular of the training sequences stay"),
+    "prefill-hot": Policy(Plan("prefill-hot"), None, "what a sequence's first steps used most stays (KTransformers)"),
+    "belady": Policy(Plan("belady"), None, "the optimum without prefetch"),
+    "belady-8": Policy(Plan("belady-8"), None, "the same, seeing 8 steps ahead"),
+    "belady-f8": Policy(Plan("hard"), GIVEN, "Belady's rule on the forecast's best k of 8 steps"),
+    "moe-infinity": Policy(
+        Plan("expected", "infinity", horizon=1, by_position=False, after=False), "infinity",
+        "matched request, its order by confidence and distance",
+    ),
+    "promoe": Policy(Plan("lru", "promoe"), GIVEN, "forecast, earliest deadline first, LRU"),
+    "patterns": Policy(Plan("lru", "first-come"), "patterns", "chances from token to token, first come, LRU"),
+    "specprefetch": Policy(Plan("lru", "window", lead=0), LAYERS, "next layer's router, window budget, LRU"),
+    "seqmoe": Policy(_SEQMOE, GIVEN, "joint scheduling, probabilistic Belady, admission"),
+    "seqmoe-cache-only": Policy(replace(_SEQMOE, order=None, admission=False), GIVEN, "seqmoe without prefetch"),
+    "seqmoe-infinity-order": Policy(replace(_SEQMOE, order="infinity"), GIVEN, "seqmoe, MoE-Infinity's order"),
+    "seqmoe-promoe-order": Policy(replace(_SEQMOE, order="promoe"), GIVEN, "seqmoe, ProMoE's order"),
+    "seqmoe-first-come": Policy(replace(_SEQMOE, order="first-come"), GIVEN, "seqmoe, first come first sent"),
+    "seqmoe-no-recursion": Policy(replace(_SEQMOE, horizon=1, job_steps=1), GIVEN, "seqmoe, one step of forecast"),
+    "seqmoe-no-admission": Policy(replace(_SEQMOE, admission=False), GIVEN, "seqmoe, every fetch admitted"),
+    "seqmoe-early-binding": Policy(replace(_SEQMOE, early_binding=True), GIVEN, "seqmoe, slots bound with the jobs"),
+    "foresight": Policy(_SEQMOE, PERFECT, "seqmoe fed with the true next steps"),
+}  # fmt: skip
+
+
+def find_policy(name: str) -> Policy:
+    """UsageError for an unknown name."""
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(POLICIES)}"
+        raise UsageError(f"unknown policy '{name}': {hint}")
+    return POLICIES[name]
