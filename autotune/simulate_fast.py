@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.autotune.simulate import make_rule, prefill_counts, simulate_reference
+from seqmoe.autotune.simulate import prefill_counts, simulate_reference
 from seqmoe.autotune.simulate_kernel import (
     BELADY,
     BELADY_8,
@@ -39,6 +39,7 @@ from seqmoe.predictors.trace import Trace
 from seqmoe.runtime.eviction import PrefillHot, Static
 from seqmoe.runtime.eviction_forecast import position_factors
 from seqmoe.runtime.policy import BY_FORECAST, Plan
+from seqmoe.runtime.prefetch import make_rule
 from seqmoe.runtime.residency import demand_reserve
 from seqmoe.runtime.schedule import ORDERS
 

@@ -37,6 +37,7 @@ TORCH_FREE = [
     "runtime/eviction_forecast.py",
     "runtime/schedule.py",
     "runtime/policy.py",
+    "runtime/prefetch.py",
     "runtime/replay_counts.py",
     "runtime/extents.py",
 ]

@@ -14,6 +14,7 @@ from seqmoe.predictors.forecast import to_inclusion
 from seqmoe.runtime.eviction import BeladyWithin, PrefillHot, make_eviction
 from seqmoe.runtime.eviction_forecast import ForecastEviction, expected_worth, first_use_worth, hard_worth
 from seqmoe.runtime.policy import Plan
+from seqmoe.runtime.prefetch import Prefetcher
 from seqmoe.runtime.replay_counts import replay
 from seqmoe.runtime.residency import Fetch
 
@@ -149,16 +150,16 @@ def noisy_inputs(seed: int, layers: int = 6, experts: int = 8) -> Inputs:
     return Inputs(trace, TraceForecasts(scores, scores))
 
 
-class Watched(_Replay):
+class Watched(Prefetcher):
     """Checks every fetch against the eviction's own figures, as they were before it."""
 
     checked = 0
 
-    def _next(self) -> Fetch | None:
-        assert isinstance(self.eviction, ForecastEviction)
+    def next(self) -> Fetch | None:
+        assert isinstance(self.eviction, ForecastEviction) and self.scheduler is not None
         worth, chance = self.eviction.worth.copy(), self.eviction._chance.ravel().copy()
         jobs = {job.expert: job for job in self.scheduler.jobs}
-        fetch = super()._next()
+        fetch = super().next()
         if fetch is not None and fetch.victim >= 0:
             victim, job = fetch.victim, jobs[fetch.expert]
             assert worth[victim] < worth[fetch.expert]
@@ -168,15 +169,21 @@ class Watched(_Replay):
         return fetch
 
 
+def watched_run(plan: Plan) -> Watched:
+    replay = _Replay(noisy_inputs(1), plan, Timing.of_ratio(0.5, 6), 14)
+    watched = Watched(plan, replay.residency, replay.prefetcher.scheduler)
+    watched.log = []
+    replay.prefetcher = watched
+    replay.run()
+    return watched
+
+
 @pytest.mark.parametrize("order", ["joint", "promoe"])
 def test_a_fetch_never_evicts_what_is_likelier(order: str):
     plan = Plan("expected", order, admission=True, k_prime=5, job_steps=2, horizon=4)
-    watched = Watched(noisy_inputs(1), plan, Timing.of_ratio(0.5, 6), 14)
-    watched.run()
-    assert watched.checked > 100
-    unchecked = Watched(noisy_inputs(1), Plan("expected", order, k_prime=5, horizon=4), Timing.of_ratio(0.5, 6), 14)
+    assert watched_run(plan).checked > 100
     with pytest.raises(AssertionError):  # what admission prevents does happen without it
-        unchecked.run()
+        watched_run(Plan("expected", order, k_prime=5, horizon=4))
 
 
 @pytest.mark.parametrize("admission", [True, False])
