@@ -1,12 +1,13 @@
 """What a simulation is given and what it gives: timing, plan, inputs, outcome."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.autotune.forecasts import TraceForecasts
 from seqmoe.predictors.trace import Trace
+from seqmoe.predictors.trace_forecasts import TraceForecasts
 from seqmoe.runtime.policy import BY_FORECAST, EVICTIONS, Plan
 
 
@@ -41,9 +42,13 @@ class Outcome:
     prefetched: NDArray[np.int64]
     useful: NDArray[np.int64]  # prefetches that had arrived when they were needed
     wasted: NDArray[np.int64]  # prefetches that were evicted without ever having been needed
+    named: NDArray[np.int64]  # needed experts that the forecast of their step named
+    ready: NDArray[np.int64]  # of those, what was resident when it was needed
+    ahead: NDArray[np.int64]  # steps with prefetch on
     time: NDArray[np.float64]
     full_time: NDArray[np.float64]
     budget: float = 0.0  # budget_avg in the end
+    levels: tuple[tuple[int, int], ...] = ()  # (first step, restraint's Level from then on), where it changed
     log: tuple[tuple[int, int, int, int], ...] = ()  # (position, expert, victim, 1 for a prefetch)
 
     @property
@@ -52,11 +57,21 @@ class Outcome:
         return float(self.hits.sum() / max(1, self.hits.sum() + self.misses.sum()))
 
     @property
+    def named_rate(self) -> float:
+        """Share of the needed experts that the forecast had named: its recall."""
+        return float(self.named.sum() / max(1, self.hits.sum() + self.misses.sum()))
+
+    @property
+    def ready_recall(self) -> float:
+        """Of the needed experts that the forecast had named, the share that was resident or arrived in time."""
+        return float(self.ready.sum() / max(1, self.named.sum()))
+
+    @property
     def speed_of_full(self) -> float:
         """Decode speed as a share of that with all experts resident."""
         return float(self.full_time.sum() / self.time.sum())
 
-    def to_dict(self, record_bytes: int) -> dict[str, float]:
+    def to_dict(self, record_bytes: int) -> dict[str, Any]:
         """For JSON."""
         steps = int(self.steps.sum())
         on_demand = int(self.misses.sum() - self.late.sum())
@@ -68,6 +83,10 @@ class Outcome:
             "wasted_bytes": int(self.wasted.sum()) * record_bytes,
             "late_bytes": int(self.late.sum()) * record_bytes,
             "on_demand_bytes": on_demand * record_bytes,
+            "named_rate": self.named_rate,
+            "ready_recall": self.ready_recall,
+            "prefetch_on": int(self.ahead.sum()) / steps,
+            "levels": [list(change) for change in self.levels],
             "steps": steps,
         }
 
@@ -93,6 +112,8 @@ class Inputs:
             raise ValueError(f"eviction {plan.eviction!r} needs the experts' popularity")
         if plan.admission and plan.eviction not in BY_FORECAST:
             raise ValueError("admission needs an eviction by forecast")
+        if plan.restraint and (plan.eviction not in BY_FORECAST or plan.order is None):
+            raise ValueError("restraint needs prefetch and an eviction by forecast")
 
 
 def full_outcome(trace: Trace, timing: Timing) -> Outcome:
@@ -100,11 +121,16 @@ def full_outcome(trace: Trace, timing: Timing) -> Outcome:
     steps = trace.seq_len.astype(np.int64)
     zero = np.zeros_like(steps)
     time = (steps * sum(timing.layer)).astype(np.float64)
-    return Outcome(steps, steps * trace.num_layers * trace.top_k, zero, zero, zero, zero, zero, time, time)
+    return Outcome(steps, steps * trace.num_layers * trace.top_k, *(zero,) * 8, time, time)
 
 
-def gather(rows: list[tuple[float, ...]], budget: float, log: list[tuple[int, int, int, int]]) -> Outcome:
+def gather(
+    rows: list[tuple[float, ...]],
+    budget: float,
+    log: list[tuple[int, int, int, int]],
+    levels: list[tuple[int, int]],
+) -> Outcome:
     """An outcome from each sequence's fields, in their order."""
     columns = [np.array(column) for column in zip(*rows, strict=True)]
-    counts, times = [c.astype(np.int64) for c in columns[:7]], [c.astype(np.float64) for c in columns[7:]]
-    return Outcome(*counts, *times, budget=budget, log=tuple(log))  # type: ignore[misc, arg-type]  # seven and two
+    counts, times = [c.astype(np.int64) for c in columns[:-2]], [c.astype(np.float64) for c in columns[-2:]]
+    return Outcome(*counts, *times, budget, tuple(levels), tuple(log))  # type: ignore[call-arg, arg-type]  # ten and two

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.autotune.forecasts import Progress, TraceForecasts, perfect_forecasts, trace_forecasts
+from seqmoe.autotune.forecasts import Progress, trace_forecasts
 from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, full_outcome
 from seqmoe.predictors.calibration import FILE_NAME as CALIBRATION
 from seqmoe.predictors.registry import NAMES
 from seqmoe.predictors.trace import Trace
+from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.profiles.errors import UsageError
 from seqmoe.runtime.policy import GIVEN, HORIZON, LAYERS, PERFECT, Plan, find_policy
 

@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 
-from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.autotune.simulate_fast import simulate_fast
 from seqmoe.autotune.simulate_plan import Inputs, Timing
 from seqmoe.predictors.forecast import to_inclusion
 from seqmoe.predictors.trace import Trace
+from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.runtime.policy import POLICIES
 
 STEPS = 2000

@@ -11,9 +11,10 @@ from typing import Any
 
 from seqmoe.profiles.errors import UsageError
 from seqmoe.runtime.jobs_process import job_error
+from seqmoe.runtime.policy import POLICIES
 
 SCHEMA_VERSION = 1
-MODES = ("full", "eager", "lru", "lfu", "static", "belady")
+MODES = tuple(POLICIES)
 MODES_WITHOUT_RESIDENCY = ("full", "eager")  # everything, or nothing beyond the layer at work
 
 Runner = Callable[[Mapping[str, Any]], dict[str, Any]]

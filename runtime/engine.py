@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -21,24 +22,29 @@ from numpy.typing import ArrayLike
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from seqmoe.predictors.protocol import LayerPredictor, Predictor
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import read_trace
+from seqmoe.predictors.trace_forecasts import TraceForecasts
 from seqmoe.profiles.budget import PREFILL_TOKENS, MemoryPlan, effective_budget, plan_memory
 from seqmoe.profiles.cgroup import affinity_count, cpu_quota, usable_cores
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import memory_facts, peak_rss_bytes, rss_bytes
 from seqmoe.profiles.spec import LinkSpec, ModelSpec
+from seqmoe.runtime.assemble import Oracles, build_prefetcher, build_runner
 from seqmoe.runtime.checkpoint import Checkpoint
-from seqmoe.runtime.eviction import Eviction, make_eviction
+from seqmoe.runtime.eviction import PrefillHot
 from seqmoe.runtime.experts import bind, unbind
-from seqmoe.runtime.extents import RecordPlan, plan_records
+from seqmoe.runtime.extents import plan_records
+from seqmoe.runtime.fetching import Fetching
 from seqmoe.runtime.generate import Recording, StepGraph, decode_loop
 from seqmoe.runtime.graph import DecodeGraph
 from seqmoe.runtime.graph_tape import GraphUnsupported
 from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
 from seqmoe.runtime.link import open_link
 from seqmoe.runtime.models import model_id, resolve_model
+from seqmoe.runtime.policy import POLICIES, Plan
 from seqmoe.runtime.pool import Pool
 from seqmoe.runtime.popularity import measured_popularity
 from seqmoe.runtime.replay import Replay
@@ -50,7 +56,7 @@ from seqmoe.runtime.store import Progress, Store
 
 log = logging.getLogger("seqmoe")
 
-MODES = ("full", "eager", "lru", "lfu", "static", "belady")
+MODES = tuple(POLICIES)
 
 
 class Engine:
@@ -81,6 +87,7 @@ class Engine:
         self.batch = batch
         self.totals = Totals()
         self.residency: Residency | None = None
+        self.fetching: Fetching | None = None
         self.runner: ResidentRunner | CachedRunner
         self.replay: Replay | None = None
         self.graph_notice: str | None = None
@@ -88,6 +95,8 @@ class Engine:
         self._graph_wanted = True
         self._graphs: dict[int, DecodeGraph | None] = {}  # by batch; None where it cannot be captured
         self._tokenizer: Any = None
+        self._prompt: torch.Tensor | None = None  # until its first decode step
+        self._mask: torch.Tensor | None = None  # of the prompt
         self._busy = False
         self._closed = False
 
@@ -106,16 +115,23 @@ class Engine:
         link: str | LinkSpec = "disk",
         replay: Path | Trace | None = None,
         popularity: ArrayLike | None = None,
+        policy: Plan | None = None,
+        predictor: str | Path | Predictor | LayerPredictor | None = None,
+        forecasts: TraceForecasts | None = None,
+        fit: Path | Trace | None = None,
         graph: bool = True,
         progress: Progress | None = None,
     ) -> "Engine":
         """Opens `model` (a folder, a name that `resolve_model` knows, or a checkpoint that is open already).
 
-        `mode` (default: the knobs' policy): `full` keeps every expert in memory; `eager` keeps none between layers;
-        `lru`, `lfu`, `static` and `belady` (needs `replay`) keep as many as `slots` says, else `residency` (a share
-        of all experts), else as many as `memory_bytes` holds with the KV cache of `context` tokens x `batch`.
-        `popularity` [L * E] is for `static`; without it a short text is run once to measure it. `graph=False` leaves
-        the decode step to the model's own Python.
+        `mode` (default: the knobs' policy) is one of `policy.POLICIES`: `full` keeps every expert in memory; `eager` keeps
+        none between layers; all others keep as many as `slots` says, else `residency` (a share of all experts), else as many
+        as `memory_bytes` holds with the KV cache of `context` tokens x `batch`. `policy` replaces the mode's plan.
+
+        Modes that forecast need a `predictor` (a folder of `seqmoe train`, a rival's name, or the thing itself), rivals a
+        trace to `fit` it to; `forecasts` are made beforehand for the rows of `replay`. Modes that know the future need
+        `replay`. `popularity` [L * E] are counts; without them, and without `fit`, a short text is run once to count.
+        `graph=False` leaves the decode step to the model's own Python.
 
         Raises UsageError, BudgetError, CheckpointError, LinkError: one line each.
         """
@@ -143,9 +159,14 @@ class Engine:
             slots = max(1, math.floor(residency * total + 0.5))
         if slots is not None:
             knobs = knobs.replace(slots=min(slots, total))
-        plan = cls._plan_memory(memory_bytes, spec, context, batch, knobs)
-
         trace = read_trace(replay) if isinstance(replay, Path) else replay
+        fitted = read_trace(fit) if isinstance(fit, Path) else fit
+        oracles = None
+        if mode != "full":  # before memory is planned: a predictor takes some
+            if mode.startswith("belady") and mode != "belady-f8" and trace is None:
+                raise UsageError(f"mode {mode} needs the trace that is replayed: it looks into the future")
+            oracles = Oracles(mode, spec, plan=policy, predictor=predictor, forecasts=forecasts, fit=fitted, replay=trace)
+        plan = cls._plan_memory(memory_bytes, spec, context, batch, knobs)
         pool = Pool(plan.slots, records.slot_bytes)
         store = Store(records, pool, open_link(checkpoint.files, LinkSpec.parse(link), knobs), progress=progress)
         try:
@@ -165,18 +186,21 @@ class Engine:
             computes = [
                 ExpertsCompute(checkpoint.layout, module, checkpoint.dtype, threads) for module in engine._modules
             ]
-            if mode == "full":
+            if oracles is None:
                 engine.runner = ResidentRunner(computes, store.load_all(progress), engine.totals)
             else:
-                engine._start_cached(computes, records, popularity, trace, batch)
+                if popularity is None and fitted is not None:
+                    popularity = fitted.popularity()
+                engine._start_cached(oracles, computes, popularity, trace)
             bind(skeleton, engine._modules, engine.runner)
             engine._graph_wanted = graph
             if trace is not None:
                 engine.replay = Replay(trace, batch)
                 engine.replay.check(spec.num_layers, spec.num_experts, spec.top_k)
                 engine.runner.replay = engine.replay
-            if mode == "static" and popularity is None and trace is None:
-                engine._adopt_static(measured_popularity(engine))
+            if oracles is not None and popularity is None and trace is None and engine._wants_popularity(oracles.plan):
+                engine._start_cached(oracles, computes, measured_popularity(engine), trace)
+                bind(skeleton, engine._modules, engine.runner)
             return engine
         except BaseException:
             store.close()
@@ -190,41 +214,31 @@ class Engine:
         return plan_memory(budget.budget_bytes, spec, context, batch, knobs, rss_bytes())
 
     def _start_cached(
-        self,
-        computes: Sequence[ExpertsCompute],
-        records: RecordPlan,
-        popularity: ArrayLike | None,
-        trace: Trace | None,
-        batch: int,
+        self, oracles: Oracles, computes: Sequence[ExpertsCompute], popularity: ArrayLike | None, trace: Trace | None
     ) -> None:
+        """Tables, predictor and worker of a policy that keeps a part of the experts. Again when popularity is known."""
         spec = self.spec
-        eviction: Eviction
-        if self.mode in ("lru", "eager") or (self.mode == "static" and popularity is None and trace is None):
-            eviction = make_eviction("lru")  # static: until its popularity is measured
-        else:
-            eviction = make_eviction(self.mode, popularity=popularity, trace=trace)
-        self.residency = Residency(
-            self.plan.slots, spec.num_layers, spec.num_experts, eviction, reserve=min(spec.num_experts, spec.top_k * batch)
-        )
-        self.runner = CachedRunner(computes, self.residency, self.store, self.totals, keep=self.mode != "eager")
-        if self.mode == "static" and (popularity is not None or trace is not None):
-            known = trace.popularity() if popularity is None and trace is not None else popularity
-            assert known is not None
-            self.runner.preload(np.asarray(known))
+        if self.fetching is not None:
+            self.fetching.close()
+        counts = None if popularity is None else np.asarray(popularity)
+        by_popularity = oracles.plan.eviction in ("static", "prefill-hot")
+        if by_popularity and counts is None:  # until it is measured, all are alike
+            counts = np.ones(spec.total_experts) if trace is None else trace.popularity()
+        prefetcher = build_prefetcher(oracles, spec, self.plan.slots, self.batch, replay=trace, popularity=counts)
+        chance = None
+        if popularity is not None and counts is not None and not by_popularity:
+            by_layer = counts.reshape(spec.num_layers, spec.num_experts).astype(np.float64)
+            chance = spec.top_k * by_layer / np.maximum(by_layer.sum(axis=1, keepdims=True), 1.0)
+        runner = build_runner(oracles, computes, prefetcher, self.store, self.totals, chance)
+        self.residency, self.runner, self.fetching = prefetcher.residency, runner, runner.fetching
+        if by_popularity and counts is not None and (popularity is not None or trace is not None):
+            runner.preload(counts)
+        if isinstance(prefetcher.eviction, PrefillHot):
+            runner.prompt_counts = np.zeros(spec.total_experts, dtype=np.int64)
 
-    def _adopt_static(self, popularity: np.ndarray) -> None:
-        """Starts again with the popularity that was just measured, its most popular experts resident."""
-        assert isinstance(self.runner, CachedRunner) and self.residency is not None
-        spec, old = self.spec, self.residency
-        self.residency = Residency(
-            old.num_slots,
-            spec.num_layers,
-            spec.num_experts,
-            make_eviction("static", popularity=popularity),
-            reserve=old.reserve,
-        )
-        self.runner.residency = self.residency
-        self.runner.preload(popularity)
+    @staticmethod
+    def _wants_popularity(plan: Plan) -> bool:
+        return plan.eviction in ("static", "prefill-hot") or (plan.order is not None and plan.uses_forecast)
 
     # -- generating -----------------------------------------------------------------------------------------------
 
@@ -328,7 +342,9 @@ class Engine:
             ignore_eos=ignore_eos,
             streamer=streamer,  # Transformers itself hands it the prompt only: it gives none to a loop that is not its own
         )
-        self._busy = True
+        self._busy, self._mask = True, mask
+        if self.replay is not None:
+            self.replay.next_request()
         try:
             out = self.model.generate(
                 ids, attention_mask=mask, generation_config=config, custom_generate=loop, streamer=streamer, **others
@@ -343,12 +359,42 @@ class Engine:
             decode=recording.decode,
         )
 
-    def _before_pass(self, tokens: int) -> None:
+    def _before_pass(self, tokens: torch.Tensor, decoding: bool) -> None:
+        """Before each forward pass, fed `tokens` [batch, n]."""
         if self.replay is not None:
-            self.replay.begin(tokens)
-        if self.residency is not None:
-            # Belady's clock is the trace's row; nobody else's order depends on the number.
-            self.residency.begin_step(self.replay.position if self.replay is not None else None)
+            self.replay.begin(tokens.numel())
+        residency, fetching = self.residency, self.fetching
+        if residency is None:
+            return
+        # Belady's clock is the trace's row; nobody else's order depends on the number.
+        residency.begin_step(self.replay.position if self.replay is not None else None)
+        assert isinstance(self.runner, CachedRunner)
+        counts = self.runner.prompt_counts
+        if counts is not None and isinstance(residency.eviction, PrefillHot) and decoding and counts.any():
+            residency.eviction.prefill(counts)
+            counts[:] = 0
+        if fetching is None:
+            return
+        started, forecast = time.perf_counter(), fetching.predictor_s
+        if not decoding:
+            fetching.begin_request(tokens.shape[0])
+            fetching.begin_prefill(residency.step, tokens.numel())
+            self._prompt = tokens
+        else:
+            if self._prompt is not None:
+                self._prompt_over(fetching)
+            fed = tokens[:, 0].numpy() if self.replay is None else self.replay.tokens()
+            fetching.begin_step(residency.step, fed, min(self.spec.num_experts, self.spec.top_k * tokens.shape[0]))
+        self.totals.predictor_s = fetching.predictor_s
+        self.totals.worker_s = fetching.worker.busy_s
+        self.totals.management_s += time.perf_counter() - started - (fetching.predictor_s - forecast)
+
+    def _prompt_over(self, fetching: Fetching) -> None:
+        """What the prompt routed is shown to the predictor."""
+        prompt, self._prompt = self._prompt, None
+        assert prompt is not None and self._mask is not None
+        known = prompt.numpy() if self.replay is None else self.replay.prompt_tokens(prompt.shape[1])
+        fetching.prompt_over(known, self._mask.sum(dim=1).numpy())
 
     def _graph_for(self, batch: int, cache: Any, attention_mask: torch.Tensor | None) -> StepGraph | None:
         """The captured decode step for this batch, fed with what prefill left; None where there is none."""
@@ -406,6 +452,8 @@ class Engine:
             self._closed = True
             unbind(self._modules)
             self._graphs.clear()
+            if self.fetching is not None:
+                self.fetching.close()
             self.store.close()
 
     def __enter__(self) -> Self:

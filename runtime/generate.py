@@ -48,7 +48,7 @@ def decode_loop(
     *,
     totals: Totals,
     recording: Recording,
-    before_pass: Callable[[int], None],
+    before_pass: Callable[[torch.Tensor, bool], None],
     graph: Callable[[int, Any, torch.Tensor | None], StepGraph | None],
     ignore_eos: bool = False,
     streamer: Any = None,
@@ -57,7 +57,7 @@ def decode_loop(
 ) -> torch.Tensor:  # [batch, length + new]
     """Generates until the stopping criteria say so; appends one `StepStats` per pass to `recording`.
 
-    `before_pass(tokens)` is called before each forward pass; `graph(batch, cache, mask)` may give a captured step after prefill.
+    `before_pass(tokens, decoding)` is called before each forward pass with what it is fed, [batch, n]; `graph(batch, cache, mask)` may give a captured step after prefill.
     """
     started = time.perf_counter()
     batch = input_ids.shape[0]
@@ -67,8 +67,8 @@ def decode_loop(
     can_end = any(hasattr(criteria, "eos_token_id") for criteria in stopping_criteria)
     unfinished = torch.ones(batch, dtype=torch.long)
 
-    before_pass(input_ids.numel())
     before = totals.copy()
+    before_pass(input_ids, False)
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     logits = outputs.logits[:, -1]
     model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
@@ -101,7 +101,7 @@ def decode_loop(
             break
 
         started, before, fed = now, totals.copy(), batch
-        before_pass(batch)
+        before_pass(next_tokens[:, None], True)
         if captured is not None:
             logits = captured.step(next_tokens[:, None])
         else:

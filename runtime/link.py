@@ -83,22 +83,23 @@ class Ticket:
         """True once nothing of it will be read any more: all arrived, or it failed. Then `wait` does not block."""
         return self._left == 0 and (self._due == 0.0 or time.perf_counter() >= self._due)
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Reads what nobody has begun to read, waits for the rest.
+    def wait(self, timeout_s: float | None = None, *, exact: bool = True) -> None:
+        """Reads what nobody has begun to read, waits for the rest. Not `exact`: it may be over some 100 us late, but costs
+        no waiting awake.
 
         Raises LinkError if a read failed (file, offset, reason; no other request of this ticket is then under way), or if
         it takes longer than `timeout_s`, or, without a timeout, if nothing arrives on the link for a minute. In these last two
         cases the memory must not be used again until `done()`. A read by this very thread without AIO is not interrupted.
         """
         try:
-            self._wait(timeout_s)
+            self._wait(timeout_s, exact)
         except Exception:
             raise
         except BaseException:
             self._link._interrupted(self)
             raise
 
-    def _wait(self, timeout_s: float | None) -> None:
+    def _wait(self, timeout_s: float | None, exact: bool) -> None:
         link = self._link
         deadline = None if timeout_s is None else time.perf_counter() + timeout_s
         while self._todo and (batch := link._take(self)):
@@ -117,7 +118,10 @@ class Ticket:
             if deadline is not None and self._due > deadline:
                 _sleep_until(deadline)
                 self._raise_stalled(timeout_s or 0.0)
-            _sleep_until(self._due)
+            if exact:
+                _sleep_until(self._due)
+            else:
+                time.sleep(max(0.0, self._due - time.perf_counter()))
 
     def _raise_stalled(self, seconds: float) -> None:
         names = ", ".join(source.name for source in self._link.sources[:2])

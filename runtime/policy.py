@@ -32,6 +32,7 @@ class Plan:
     printed_form: bool = False
     early_binding: bool = False  # the slot is bound when the job is made (paper); else when the transfer starts
     after: bool = True  # also a forecast without token after a step's last layer
+    restraint: bool = False  # forecasts and prefetch stop where they cost more than they bring
 
     @property
     def uses_forecast(self) -> bool:
@@ -41,6 +42,7 @@ class Plan:
 
 GIVEN = "given"  # the predictor that the user names
 PERFECT = "the future"
+PREVIOUS = "last"  # the step before, by name in predictors/registry.py
 LAYERS = "specprefetch"  # from router inputs, within the step
 
 
@@ -54,7 +56,8 @@ class Policy:
 
 
 HORIZON = 8  # forecasts are made for so many steps and one, so that policies share them
-_SEQMOE = Plan("expected", "joint", admission=True, k_prime=12, job_steps=2)
+# c = 2 and no second forecast: more of either costs the predictor's time and brings next to nothing (docs/results.md)
+_SEQMOE = Plan("expected", "joint", admission=True, k_prime=12, job_steps=2, horizon=2, after=False, restraint=True)
 POLICIES: dict[str, Policy] = {
     "full": Policy(None, None, "every expert resident"),
     "eager": Policy(Plan("none"), None, "nothing is kept"),
@@ -71,16 +74,26 @@ POLICIES: dict[str, Policy] = {
     ),
     "promoe": Policy(Plan("lru", "promoe"), GIVEN, "forecast, earliest deadline first, LRU"),
     "patterns": Policy(Plan("lru", "first-come"), "patterns", "chances from token to token, first come, LRU"),
+    "previous-token": Policy(
+        Plan("lru", "first-come", after=False), PREVIOUS, "what the last step used, first come, LRU (SpecPrefetch's control)"
+    ),
+    "forecasts-without-transfers": Policy(
+        Plan("lru", "joint", m_max=0), GIVEN, "LRU that pays for forecasts and fetches nothing (SpecPrefetch's PRED0)"
+    ),
     "specprefetch": Policy(Plan("lru", "window", lead=0), LAYERS, "next layer's router, window budget, LRU"),
     "seqmoe": Policy(_SEQMOE, GIVEN, "joint scheduling, probabilistic Belady, admission"),
-    "seqmoe-cache-only": Policy(replace(_SEQMOE, order=None, admission=False), GIVEN, "seqmoe without prefetch"),
+    "seqmoe-cache-only": Policy(
+        replace(_SEQMOE, order=None, admission=False, restraint=False), GIVEN, "seqmoe without prefetch"
+    ),
     "seqmoe-infinity-order": Policy(replace(_SEQMOE, order="infinity"), GIVEN, "seqmoe, MoE-Infinity's order"),
     "seqmoe-promoe-order": Policy(replace(_SEQMOE, order="promoe"), GIVEN, "seqmoe, ProMoE's order"),
     "seqmoe-first-come": Policy(replace(_SEQMOE, order="first-come"), GIVEN, "seqmoe, first come first sent"),
     "seqmoe-no-recursion": Policy(replace(_SEQMOE, horizon=1, job_steps=1), GIVEN, "seqmoe, one step of forecast"),
     "seqmoe-no-admission": Policy(replace(_SEQMOE, admission=False), GIVEN, "seqmoe, every fetch admitted"),
     "seqmoe-early-binding": Policy(replace(_SEQMOE, early_binding=True), GIVEN, "seqmoe, slots bound with the jobs"),
-    "foresight": Policy(_SEQMOE, PERFECT, "seqmoe fed with the true next steps"),
+    "foresight": Policy(
+        replace(_SEQMOE, horizon=8, after=True, restraint=False), PERFECT, "seqmoe fed with the true next steps"
+    ),
 }  # fmt: skip
 
 

@@ -77,16 +77,29 @@ class Prefetcher:
         self.enabled = True
         self.counts = PrefetchCounts()
         self.log: list[tuple[int, int, int, int]] | None = None  # (position, expert, victim, 1 for a prefetch)
-        self._by_forecast = self.eviction if isinstance(self.eviction, ForecastEviction) else None
+        # the eviction, where it goes by forecasts
+        self.by_forecast = self.eviction if isinstance(self.eviction, ForecastEviction) else None
         self._slot_of = residency.slot_of_expert  # a live view
         # What the scheduler sees: with early binding a queued expert has its slot, and all others are out of question.
         self._queued = np.zeros(len(self._slot_of), dtype=np.int32) if plan.early_binding else self._slot_of
         self._bound: dict[int, Fetch] = {}  # early binding: by expert, not yet sent
         self._fresh: set[int] = set()  # fetched ahead, and not needed since
 
-    def start_sequence(self) -> None:
-        """What was queued concerned another sequence."""
+    def start_sequence(self, position: int | None = None) -> None:
+        """What was queued concerned another sequence. `position`: of its first layer, where that does not go on from the
+        last sequence's."""
         self._drop_bound(set())
+        if self.scheduler is not None:
+            self.scheduler.clear()
+            if position is not None:
+                self.scheduler.restart(position)
+
+    def reset(self) -> None:
+        """The tables were emptied (`Residency.forget`): nothing is known to be fetched."""
+        self._bound.clear()
+        if self.plan.early_binding:
+            self._queued[:] = 0
+        self._fresh.clear()
         if self.scheduler is not None:
             self.scheduler.clear()
 
@@ -100,18 +113,28 @@ class Prefetcher:
             self._drop_bound({job.expert for job in self.scheduler.jobs if job.deadline > last})
 
     def take(self, scores: NDArray[np.floating], step: int, position: int) -> None:
-        """A forecast: inclusion probabilities [horizon, L, E], row h for step `step` + h, made at `position`."""
-        if self._by_forecast is not None:
-            self._by_forecast.update(scores, step)
-        if self.scheduler is not None and self.enabled:
-            self._offer(scores, step, position)
+        """`forecast` and `offer` in one."""
+        self.offer(self.forecast(scores, step, position))
 
-    def take_layer(self, scores: NDArray[np.floating], layer: int, step: int, position: int) -> None:
-        """A forecast [E] of one layer of the step that runs, in place of what is queued (SpecPrefetch)."""
-        if self.scheduler is not None and self.enabled:
-            whole = np.zeros((1, self.residency.num_layers, self.residency.num_experts), dtype=np.float32)
-            whole[0, layer] = scores
-            self._offer(whole, step, position)
+    def forecast(
+        self, scores: NDArray[np.floating], step: int, position: int, *, k_prime: int | None = None, steps: int | None = None
+    ) -> list[FetchJob]:
+        """A forecast of whole steps, made at `position`: inclusion probabilities [horizon, L, E], row h for step
+        `step` + h. The jobs that it makes; those of earlier forecasts are void. `k_prime`, `steps`: in place of the plan's."""
+        if self.by_forecast is not None:
+            self.by_forecast.update(scores, step)
+        return self._jobs(scores, step, position, k_prime or self.plan.k_prime, steps or self.plan.job_steps)
+
+    def forecast_layer(self, scores: NDArray[np.floating], layer: int, step: int, position: int) -> list[FetchJob]:
+        """The same from a forecast [E] of one layer of the step that runs (SpecPrefetch)."""
+        whole = np.zeros((1, self.residency.num_layers, self.residency.num_experts), dtype=np.float32)
+        whole[0, layer] = scores
+        return self._jobs(whole, step, position, self.plan.k_prime, 1)
+
+    def offer(self, jobs: Sequence[FetchJob], *, replace: bool = True) -> None:
+        """Queues jobs, in place of what is queued unless `replace` is False."""
+        if self.scheduler is not None:
+            self.scheduler.offer(jobs, replace=replace)
 
     def next(self) -> Fetch | None:
         """The link is free: the fetch to send now, its slot bound; None where there is none worthwhile."""
@@ -125,8 +148,8 @@ class Prefetcher:
             scheduler.pause()
             return None
         admission = None
-        if self.plan.admission and self._by_forecast is not None and not self._has_empty():
-            admission = self._by_forecast.admission()
+        if self.plan.admission and self.by_forecast is not None and not self._has_empty():
+            admission = self.by_forecast.admission()
         job = scheduler.next(self._slot_of, admission)
         return None if job is None else self._fetch(job)
 
@@ -175,24 +198,25 @@ class Prefetcher:
                 self.counts.late += flat in coming and flat not in self._bound
                 self.counts.useful += flat not in coming
 
-    def _offer(self, scores: NDArray[np.floating], step: int, position: int) -> None:
-        assert self.scheduler is not None
+    def _jobs(
+        self, scores: NDArray[np.floating], step: int, position: int, k_prime: int, steps: int
+    ) -> list[FetchJob]:
+        if self.scheduler is None or not self.enabled:
+            return []
         plan = self.plan
         self._drop_bound(set())
         jobs = make_jobs(
             scores, step, position, self._slot_of,
-            k_prime=plan.k_prime, steps=plan.job_steps, lead=plan.lead, least=plan.least,
+            k_prime=k_prime, steps=steps, lead=plan.lead, least=plan.least,
         )  # fmt: skip
-        if plan.early_binding:
-            jobs = [job for job in jobs if self._bind(job)]
-        self.scheduler.offer(jobs)
+        return [job for job in jobs if self._bind(job)] if plan.early_binding else jobs
 
     def _bind(self, job: FetchJob) -> bool:
         """Early: a slot for the job, if it may have one."""
         if self.residency.free_for_prefetch() == 0:
             return False
-        if self.plan.admission and self._by_forecast is not None and not self._has_empty():
-            admission = self._by_forecast.admission()
+        if self.plan.admission and self.by_forecast is not None and not self._has_empty():
+            admission = self.by_forecast.admission()
             if admission is not None and not admission.admits(job):
                 return False
         self._bound[job.expert] = self._fetch(job)
@@ -209,8 +233,8 @@ class Prefetcher:
             self._fresh.discard(expert)
 
     def _has_empty(self) -> bool:
-        assert self._by_forecast is not None
-        return self.residency.free_for_demand() > len(self._by_forecast)
+        assert self.by_forecast is not None
+        return self.residency.free_for_demand() > len(self.by_forecast)
 
     def _fetch(self, job: FetchJob) -> Fetch:
         assert self.scheduler is not None

@@ -27,6 +27,26 @@ class Replay:
         self.position += self.width
         self.width = max(1, tokens // self.batch)
 
+    def next_request(self) -> None:
+        """A request begins: of a trace of several sequences at the next one's first row, if a single sequence runs."""
+        if self.batch == 1 and self.trace.num_sequences > 1 and self.width:
+            at = (self.position + self.width) % self.trace.num_steps
+            later = self.trace.seq_start[self.trace.seq_start >= at]
+            self.position, self.width = int(later[0]) if len(later) else 0, 0
+
+    def tokens(self) -> np.ndarray | None:
+        """Tokens [batch] that the trace was fed in the rows of this decode step; None where it does not know them."""
+        return None if self.trace.tokens is None else self.trace.tokens[self._rows(self.batch)].astype(np.int64)
+
+    def prompt_tokens(self, length: int) -> np.ndarray | None:
+        """The same for a prompt of `length` tokens, which the rows before this step's stand for: [batch, length]."""
+        if self.trace.tokens is None:
+            return None
+        steps = self.trace.num_steps
+        starts = np.arange(self.batch) * (steps // self.batch) + self.position - length
+        rows = (starts[:, None] + np.arange(length)[None]) % steps
+        return self.trace.tokens[rows].astype(np.int64)
+
     def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts int64 [tokens, k] and weights [tokens, k] (in the dtype of `weights`) for this pass and layer."""
         rows = self._rows(index.shape[0])

@@ -1,6 +1,7 @@
 """What a run did, in numbers: counters that the layers add to, one `StepStats` per forward pass, one `RunReport` per request."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -13,9 +14,16 @@ class Totals:
     hits: int = 0  # of those, resident before the on-demand load began
     needed_bytes: int = 0  # record bytes of the misses
     stall_s: float = 0.0  # time in which the model waited for the link with nothing left to compute
+    experts_s: float = 0.0  # time in which experts were computed
+    predictor_s: float = 0.0  # time of forecasts, on this thread
+    management_s: float = 0.0  # the rest of the time in the experts' layers: tables, hand-over to the worker
+    worker_s: float = 0.0  # time that the fetch worker took to decide, on its own thread
 
     def copy(self) -> "Totals":
-        return Totals(self.lookups, self.hits, self.needed_bytes, self.stall_s)
+        return Totals(*[getattr(self, name) for name in _TOTALS])
+
+
+_TOTALS = tuple(f.name for f in fields(Totals))
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +36,15 @@ class StepStats:
     needed_bytes: int
     stall_s: float
     elapsed_s: float
+    experts_s: float = 0.0
+    predictor_s: float = 0.0
+    management_s: float = 0.0
+    worker_s: float = 0.0
 
     @staticmethod
     def between(before: Totals, after: Totals, tokens: int, elapsed_s: float) -> "StepStats":
-        return StepStats(
-            tokens=tokens,
-            lookups=after.lookups - before.lookups,
-            hits=after.hits - before.hits,
-            needed_bytes=after.needed_bytes - before.needed_bytes,
-            stall_s=after.stall_s - before.stall_s,
-            elapsed_s=elapsed_s,
-        )
+        spent = {name: getattr(after, name) - getattr(before, name) for name in _TOTALS}
+        return StepStats(tokens=tokens, elapsed_s=elapsed_s, **spent)
 
 
 @dataclass(frozen=True)
@@ -86,5 +92,15 @@ class RunReport:
             "decode_needed_bytes": sum(step.needed_bytes for step in self.decode),
             "stall_s": sum(step.stall_s for step in self.decode),
             "decode_s": self.decode_seconds,
+            **breakdown(self.decode),
             "steps": len(self.decode),
         }
+
+
+def breakdown(steps: Sequence[StepStats]) -> dict[str, float]:
+    """Where decode time went, in seconds (paper Fig. 9): experts, predictor, management, and the model's other layers;
+    waiting is `stall_s`. The worker's own time runs beside all this."""
+    names = ("experts_s", "predictor_s", "management_s", "worker_s")
+    sums = {name: sum(getattr(step, name) for step in steps) for name in names}
+    inside = sums["experts_s"] + sums["predictor_s"] + sums["management_s"] + sum(step.stall_s for step in steps)
+    return {**sums, "other_s": sum(step.elapsed_s for step in steps) - inside}

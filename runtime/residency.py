@@ -7,7 +7,7 @@ Slot states and all ways between them (design section 4):
     FETCH -> EMPTY           drop(), fail(), or land() of an orphan
     EMPTY, USED -> COMPUTE   load()              on-demand load for the layer at work
     USED -> COMPUTE          lookup()            a hit; all hits of a layer, before anything is allocated
-    COMPUTE -> USED          release()           the layer's compute has finished reading
+    COMPUTE -> USED          release()           the layer's compute has finished reading; settle() between passes
     COMPUTE -> EMPTY         fail(), discard()   the read went wrong; or the layer's experts are not to be kept
     USED, COMPUTE -> EMPTY   clear()             everywhere: a cold start
 
@@ -299,6 +299,13 @@ class Residency:
         self._unclaimed.add(fetch.expert)
         self.counts.landed += 1
         return True
+
+    def settle(self) -> None:
+        """COMPUTE -> USED for prefetches that landed and were never looked up. Only between passes: no layer is at work."""
+        for layer, experts in enumerate(self._computing):
+            waiting = [expert for expert in experts if expert in self._unclaimed]
+            if waiting:
+                self.release(layer, waiting)
 
     def drop(self, tag: int) -> bool:
         """The transfer was given up and will write no more: its slot becomes EMPTY. False for a stale tag."""

@@ -1,13 +1,14 @@
 """Runs the chosen experts of a layer: looks them up, loads the missing ones into slots, computes, gives the slots back.
 
-Decisions are made by `Residency` (which slot, which victim) and by nothing else; bytes are moved by `Store`; arithmetic
-is `ExpertsCompute`'s. What a token gets does not depend on which of its experts were resident, nor on how many rounds a
+Decisions are made by `Prefetcher` and its `Residency` and by nothing else; bytes are moved by `Store`; arithmetic is
+`ExpertsCompute`'s. What a token gets does not depend on which of its experts were resident, nor on how many rounds a
 layer takes: each expert sees all its tokens of the layer in one call, and the sum over the k experts has a fixed order.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from seqmoe.profiles.errors import LinkError
-from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
+from seqmoe.runtime.fetching import Fetching
+from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute, ExpertsJob
 from seqmoe.runtime.link import Ticket
+from seqmoe.runtime.prefetch import Prefetcher
 from seqmoe.runtime.replay import Replay
 from seqmoe.runtime.report import Totals
 from seqmoe.runtime.residency import Fetch, Lookup, Residency
@@ -65,31 +68,40 @@ class ResidentRunner:
 
 
 class CachedRunner:
-    """Every other mode: a pool of fewer slots than experts, with an eviction policy; `keep=False` is mode `eager`."""
+    """Every other mode: a pool of fewer slots than experts, and a policy; with `fetching` it also fetches ahead."""
 
     def __init__(
         self,
         computes: Sequence[ExpertsCompute],
-        residency: Residency,
+        prefetcher: Prefetcher,
         store: Store,
         totals: Totals,
-        *,
-        keep: bool = True,
     ) -> None:
         self.computes = computes
-        self.residency = residency
         self.store = store
         self.totals = totals
-        self.keep = keep
+        self.fetching: Fetching | None = None
         self.replay: Replay | None = None
         self.observer: Observer | None = None
-        self.num_experts = residency.num_experts
+        self.prompt_counts: NDArray[np.int64] | None = None  # [L * E] uses while a prompt runs, where somebody wants them
+        self._lock: AbstractContextManager[object] = nullcontext()
         self._broken: str | None = None  # set when a slot may still be written to by a read that was given up
         self._interrupted = False  # Ctrl-C came, perhaps between two updates of a table
-        self._prefetches: dict[int, _Load] = {}  # by tag
-        views = store.num_views
+        self._compute_s = 0.0  # of the layer at work
+        self.adopt(prefetcher)
         # int64 [E, views] per layer; the row of an expert is valid while the expert is resident.
-        self.addresses = [np.zeros((self.num_experts, views), dtype=np.int64) for _ in computes]
+        self.addresses = [np.zeros((self.num_experts, store.num_views), dtype=np.int64) for _ in computes]
+
+    def adopt(self, prefetcher: Prefetcher) -> None:
+        """Works with these tables from now on."""
+        self.prefetcher = prefetcher
+        self.residency: Residency = prefetcher.residency
+        self.num_experts = prefetcher.residency.num_experts
+
+    def fetch_ahead(self, fetching: Fetching) -> None:
+        """From now on somebody else uses the tables too."""
+        self.fetching = fetching
+        self._lock = fetching.lock
 
     def __call__(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self._interrupted:
@@ -100,9 +112,15 @@ class CachedRunner:
             raise
         except BaseException:
             self._interrupted = True
+            if self.fetching is not None:
+                self.fetching.region.set_pause(True)
             raise
 
     def _forward(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        started = time.perf_counter()
+        totals, fetching = self.totals, self.fetching
+        stalled, forecast = totals.stall_s, totals.predictor_s
+        self._compute_s = 0.0
         if self.replay is not None:
             index, weights = self.replay.route(layer, index, weights)
         if self._broken is not None:
@@ -111,85 +129,46 @@ class CachedRunner:
         if self.observer is not None:
             self.observer(layer, hidden, index, weights)
         wanted = list(dict.fromkeys(chosen))
-        if self._prefetches:
-            self.land_arrived()
-        residency = self.residency
-        found = residency.lookup(layer, wanted)
-        give_back = residency.release if self.keep else residency.discard
+        if self.prompt_counts is not None:
+            first = layer * self.num_experts
+            self.prompt_counts[first : first + self.num_experts] += np.bincount(chosen, minlength=self.num_experts)
+        found = self.prefetcher.lookup(layer, wanted) if fetching is None else fetching.lookup(layer, wanted)
+        absent = len(found.missing) + len(found.in_flight)
         try:
-            if not found.missing and not found.in_flight:
+            if fetching is not None:
+                fetching.routed(layer, hidden, index, weights)
+                totals.predictor_s = fetching.predictor_s
+            if not absent:
+                computing = time.perf_counter()
                 out = self.computes[layer].forward(hidden, index, weights, self.addresses[layer])
+                self._compute_s = time.perf_counter() - computing
             else:
                 out = self._with_misses(layer, hidden, index, weights, wanted, found)
         except Exception:
-            give_back(layer)
+            self._give_back(layer)
             raise
-        give_back(layer)
-        totals, absent = self.totals, len(found.missing) + len(found.in_flight)
+        self._give_back(layer)
         totals.lookups += len(wanted)
         totals.hits += len(wanted) - absent
         totals.needed_bytes += absent * self.store.record_bytes
+        totals.experts_s += self._compute_s
+        spent = time.perf_counter() - started - self._compute_s
+        totals.management_s += spent - (totals.stall_s - stalled) - (totals.predictor_s - forecast)
         return out
+
+    def _give_back(self, layer: int) -> None:
+        with self._lock:
+            self.prefetcher.release(layer)
+        if self.fetching is not None:
+            self.fetching.resume()
 
     def _start_over(self) -> None:
         """After an interruption: tables and slots may not agree, so that no expert counts as resident any more."""
-        if not self.store.link.drain():
+        if not self.store.link.drain() or (self.fetching is not None and not self.fetching.start_over()):
             self._broken = _NEVER_ENDED
             return
-        self._prefetches.clear()
         self.residency.forget()
         self._interrupted = False
-
-    # -- fetches made by a caller ---------------------------------------------------------------------------------
-
-    def prefetch(self, flats: Sequence[int]) -> int:
-        """Begins to fetch the experts (flat ids) that are neither resident nor under way, behind all on-demand loads,
-        until no slot may be taken; returns how many it began. They land by themselves when a layer runs."""
-        if self._interrupted:
-            self._start_over()
-        begun = 0
-        try:
-            for flat in flats:
-                begun += self._prefetch(flat)
-        except Exception:
-            raise
-        except BaseException:
-            self._interrupted = True
-            raise
-        return begun
-
-    def _prefetch(self, flat: int) -> bool:
-        fetch = self.residency.fetch(flat)
-        if fetch is None:
-            return False
-        try:
-            self._prefetches[fetch.tag] = _Load([fetch], self.store.load([fetch], background=True))
-        except Exception:
-            self.residency.drop(fetch.tag)
-            raise
-        return True
-
-    def land_arrived(self) -> None:
-        """Takes in the fetches whose bytes are there; one that failed gives its slot back and is loaded when needed."""
-        for load in [load for load in self._prefetches.values() if load.ticket.done()]:
-            self._land(load)
-
-    def _land(self, load: _Load) -> bool:
-        fetch = load.fetches[0]
-        try:
-            load.ticket.wait(READ_TIMEOUT_S)
-        except LinkError as error:
-            if not load.ticket.done():
-                raise  # still being written to: the slot must stay as it is
-            log.warning("a fetch failed and will be repeated when needed: %s", error)
-            del self._prefetches[fetch.tag]
-            self.residency.fail(fetch)
-            return False
-        del self._prefetches[fetch.tag]
-        if not self.residency.land(fetch.tag):
-            return False
-        self._place(fetch)
-        return True
 
     # -- loading on demand ----------------------------------------------------------------------------------------
 
@@ -202,8 +181,9 @@ class CachedRunner:
                 most = self._start(most, pending)
                 load = pending.pop(0)
                 self._finish(load)
-                for fetch in load.fetches:
-                    self.residency.release(fetch.expert // self.num_experts, [fetch.expert])
+                with self._lock:
+                    for fetch in load.fetches:
+                        self.residency.release(fetch.expert // self.num_experts, [fetch.expert])
         except Exception:
             self._abandon(pending)
             raise
@@ -218,12 +198,16 @@ class CachedRunner:
         found: Lookup,
     ) -> torch.Tensor:
         """Computes what is resident while the missing experts come in, group by group, as many at a time as slots allow."""
-        addresses, base = self.addresses[layer], layer * self.num_experts
+        base = layer * self.num_experts
         absent = {flat - base for flat in found.missing} | {fetch.expert - base for fetch in found.in_flight}
         resident = [expert for expert in wanted if expert not in absent]
         missing = list(found.missing)
         for fetch in found.in_flight:  # its bytes are on their way already: nothing is faster than to await them
-            if self._land(self._prefetches[fetch.tag]):
+            waiting = time.perf_counter()
+            assert self.fetching is not None
+            arrived = self.fetching.await_late(fetch)
+            self.totals.stall_s += time.perf_counter() - waiting
+            if arrived:
                 resident.append(fetch.expert - base)
             else:
                 missing.append(fetch.expert)
@@ -234,37 +218,51 @@ class CachedRunner:
         try:
             missing = self._start(missing, pending, inline=inline)
             if resident:
-                job.add(resident, addresses)
+                self._add(job, layer, resident)
                 if missing:  # the slots of what is computed make room for what is yet to come
-                    self.residency.release(layer, [base + expert for expert in resident])
+                    self._release(layer, [base + expert for expert in resident])
             missing = self._start(missing, pending)
             while pending:
                 load = pending.pop(0)
                 self._finish(load)
                 if not pending:
                     missing = self._start(missing, pending)
-                job.add([fetch.expert - base for fetch in load.fetches], addresses)
+                if not missing and not pending and self.fetching is not None:
+                    self.fetching.resume()
+                self._add(job, layer, [fetch.expert - base for fetch in load.fetches])
                 if missing:
-                    self.residency.release(layer, [fetch.expert for fetch in load.fetches])
+                    self._release(layer, [fetch.expert for fetch in load.fetches])
                     missing = self._start(missing, pending)
         except Exception:
             self._abandon(pending)
             raise
         assert not missing, f"experts {missing} of layer {layer} found no slot"
-        return job.finish()
+        computing = time.perf_counter()
+        out = job.finish()
+        self._compute_s += time.perf_counter() - computing
+        return out
+
+    def _add(self, job: ExpertsJob, layer: int, experts: list[int]) -> None:
+        computing = time.perf_counter()
+        job.add(experts, self.addresses[layer])
+        self._compute_s += time.perf_counter() - computing
+
+    def _release(self, layer: int, flats: list[int]) -> None:
+        with self._lock:
+            self.residency.release(layer, flats)
 
     def _start(self, missing: list[int], pending: list[_Load], *, inline: bool = False) -> list[int]:
         """Begins to load as many of `missing` (flat ids) as there is room for; returns the rest."""
         while missing:
-            room = min(self.residency.free_for_demand(), GROUP, len(missing))
+            with self._lock:
+                room = min(self.residency.free_for_demand(), GROUP, len(missing))
+                fetches = [self.prefetcher.load(flat) for flat in missing[:room]]
             if room == 0:
                 break
-            fetches = [self.residency.load(flat) for flat in missing[:room]]
             try:
                 pending.append(_Load(fetches, self.store.load(fetches, inline=inline)))
             except Exception:  # nothing is under way for these
-                for fetch in fetches:
-                    self.residency.fail(fetch)
+                self._fail(fetches)
                 raise
             missing = missing[room:]
         return missing
@@ -278,9 +276,10 @@ class CachedRunner:
             raise
         self.totals.stall_s += time.perf_counter() - started
         for fetch in load.fetches:
-            self._place(fetch)
+            self.place(fetch)
 
-    def _place(self, fetch: Fetch) -> None:
+    def place(self, fetch: Fetch) -> None:
+        """Notes where the fetch's expert now lies."""
         layer, expert = divmod(fetch.expert, self.num_experts)
         self.addresses[layer][expert] = self.store.view_addresses(fetch.expert, fetch.slot)
 
@@ -289,6 +288,9 @@ class CachedRunner:
         if not self.store.link.drain():
             self._broken = _NEVER_ENDED
             return
-        for load in loads:
-            for fetch in load.fetches:
+        self._fail([fetch for load in loads for fetch in load.fetches])
+
+    def _fail(self, fetches: list[Fetch]) -> None:
+        with self._lock:
+            for fetch in fetches:
                 self.residency.fail(fetch)

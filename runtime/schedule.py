@@ -171,6 +171,11 @@ class Scheduler:
         self.sent = 0
         self._skip_layer = False
 
+    def restart(self, position: int) -> None:
+        """The layer at `position`, which need not be ahead, comes next; the budget stays."""
+        self.position = position - 1
+        self._skip_layer = True
+
     def pause(self) -> None:
         """On-demand loads had the link while the present layer computed: it says nothing of the budget."""
         self._skip_layer = True
@@ -185,6 +190,21 @@ class Scheduler:
         entries.sort(key=lambda entry: (entry[0].deadline, entry[1]))
         self._queue = [job for job, _ in entries]
         self._arrival = [number for _, number in entries]
+
+    def offer_scores(
+        self,
+        scores: NDArray[np.floating],
+        step: int,
+        position: int,
+        slot_of: Sequence[int] | NDArray[np.integer],
+        *,
+        k_prime: int,
+        steps: int = 1,
+        lead: int = 1,
+        least: float = 0.0,
+    ) -> None:
+        """`offer` of what `make_jobs` makes of a forecast [horizon, L, E]."""
+        self.offer(make_jobs(scores, step, position, slot_of, k_prime=k_prime, steps=steps, lead=lead, least=least))
 
     def clear(self) -> None:
         """Forgets all jobs: a new sequence begins, or prefetch is switched off."""

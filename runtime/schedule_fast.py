@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from seqmoe.runtime.schedule import ORDERS, Admission, FetchJob, Scheduler
 
 JOINT, INFINITY, PROMOE, FIRST_COME, WINDOW = range(len(ORDERS))
-_NO_WORTH = np.zeros(0, dtype=np.float64)
+_NO_LIMIT = Admission(np.zeros(0), 0.0, 0, 0.0)
 
 
 @njit(cache=True, nogil=True)
@@ -72,19 +72,18 @@ def choose(
             if next_use < deadline[i] and chance > confidence[i]:
                 continue
         if order == JOINT:
-            at = size
-            size += 1
-            while at > 0:
-                parent = (at - 1) >> 1
-                if not _less(confidence, i, heap[parent]):
-                    break
-                heap[at] = heap[parent]
-                at = parent
-            heap[at] = i
             room = max(1.0, budget_now) + max(0.0, budget_avg) * (deadline[i] - position - 1)
-            while size > room:
-                size -= 1
-                moved = heap[size]
+            if size + 1 <= room:
+                at = size
+                size += 1
+                while at > 0:
+                    parent = (at - 1) >> 1
+                    if not _less(confidence, i, heap[parent]):
+                        break
+                    heap[at] = heap[parent]
+                    at = parent
+                heap[at] = i
+            elif _less(confidence, heap[0], i):  # full, and room does not shrink: it comes in for the least
                 at = 0
                 while True:
                     child = 2 * at + 1
@@ -92,11 +91,11 @@ def choose(
                         break
                     if child + 1 < size and _less(confidence, heap[child + 1], heap[child]):
                         child += 1
-                    if not _less(confidence, heap[child], moved):
+                    if not _less(confidence, heap[child], i):
                         break
                     heap[at] = heap[child]
                     at = child
-                heap[at] = moved
+                heap[at] = i
             continue
         if order == PROMOE:
             if best < 0 or (deadline[i] == deadline[best] and confidence[i] > confidence[best]):
@@ -141,12 +140,74 @@ def remove(
 
 
 @njit(cache=True, nogil=True)
-def _next(
-    order: int,
-    expert: NDArray[np.int64],
-    deadline: NDArray[np.int64],
+def best_of_row(row: NDArray[np.floating], k: int, best: NDArray[np.int64]) -> int:
+    """The k greatest of a row into best[:k], descending, of equals the lower index first, NaN last; returns how many."""
+    found = 0
+    for e in range(len(row)):
+        value = row[e]
+        at = found
+        while at > 0:
+            other = row[best[at - 1]]
+            if not (value > other or (np.isnan(other) and not np.isnan(value))):
+                break
+            at -= 1
+        if at >= k:
+            continue
+        for j in range(min(found, k - 1), at, -1):
+            best[j] = best[j - 1]
+        best[at] = e
+        found = min(found + 1, k)
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _make(
+    scores: NDArray[np.floating],
+    step: int,
+    position: int,
+    slot_of: NDArray[np.int32],
+    k_prime: int,
+    steps: int,
+    lead: int,
+    least: float,
+    stamp: NDArray[np.int64],
+    mark: int,
+    best: NDArray[np.int64],
+    queue: NDArray[np.int64],
     confidence: NDArray[np.float64],
-    arrival: NDArray[np.int64],
+    arrival: int,
+) -> int:
+    """make_jobs into the queue; returns how many. `stamp` [L * E] holds `mark` nowhere yet."""
+    expert, deadline, number = queue[0], queue[1], queue[2]
+    rows, layers, experts = scores.shape
+    count = 0
+    for h in range(min(steps, rows)):
+        for layer in range(layers):
+            due = (step + h) * layers + layer
+            if due <= position + lead:
+                continue
+            row = scores[h, layer]
+            for j in range(best_of_row(row, k_prime, best)):
+                value = row[best[j]]
+                if value <= least:
+                    break
+                flat = layer * experts + best[j]
+                if slot_of[flat] >= 0 or stamp[flat] == mark:
+                    continue
+                stamp[flat] = mark
+                expert[count] = flat
+                deadline[count] = due
+                confidence[count] = value
+                number[count] = arrival + count
+                count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _take(
+    order: int,
+    queue: NDArray[np.int64],
+    confidence: NDArray[np.float64],
     count: int,
     slot_of: NDArray[np.int32],
     lead: int,
@@ -160,13 +221,29 @@ def _next(
     next_use: int,
     chance: float,
     heap: NDArray[np.int32],
-) -> tuple[int, int]:
+) -> tuple[int, int, int, float]:
+    """Prunes, chooses, and takes the job out: jobs left, its expert (-1: none), deadline and confidence."""
+    expert, deadline, arrival = queue[0], queue[1], queue[2]
     count = prune(expert, deadline, confidence, arrival, count, slot_of, position + lead)
     at = choose(
         order, expert, deadline, confidence, arrival, count, position, num_layers, budget_now, budget_avg,
         limited, worth, floor, next_use, chance, heap,
     )  # fmt: skip
-    return count, at
+    if at < 0:
+        return count, -1, 0, 0.0
+    job = (count - 1, expert[at], deadline[at], confidence[at])
+    remove(expert, deadline, confidence, arrival, count, at)
+    return job
+
+
+def plain_scores(scores: NDArray[np.floating]) -> NDArray[np.floating]:
+    """As the compiled decisions take them: contiguous, float32 or float64, and read-only, since for numba that is another
+    type, to be compiled for by itself."""
+    scores = np.ascontiguousarray(scores, dtype=None if scores.dtype.char in "fd" else np.float32)
+    if scores.flags.writeable:
+        scores = scores.view()
+        scores.flags.writeable = False
+    return scores
 
 
 class FastScheduler(Scheduler):
@@ -174,15 +251,17 @@ class FastScheduler(Scheduler):
 
     def __init__(self, num_layers: int, **options: Any) -> None:
         super().__init__(num_layers, **options)
+        self._options = options
         self._order = ORDERS.index(self.order)
         self._count = 0
+        self._stamp = np.zeros(0, dtype=np.int64)  # [L * E] the offer that has a job for the expert
+        self._mark = 0
+        self._best = np.zeros(0, dtype=np.int64)
         self._room(512)
 
     def _room(self, size: int) -> None:
-        self._experts = np.zeros(size, dtype=np.int64)
-        self._deadlines = np.zeros(size, dtype=np.int64)
+        self._jobs = np.zeros((3, size), dtype=np.int64)  # experts, deadlines, numbers of arrival
         self._confidences = np.zeros(size, dtype=np.float64)
-        self._numbers = np.zeros(size, dtype=np.int64)
         self._heap = np.zeros(size, dtype=np.int32)
 
     def __len__(self) -> int:
@@ -191,23 +270,48 @@ class FastScheduler(Scheduler):
     @property
     def jobs(self) -> list[FetchJob]:
         """What is queued, most urgent first."""
-        return [self._job(i) for i in range(self._count)]
-
-    def _job(self, at: int) -> FetchJob:
-        return FetchJob(int(self._experts[at]), int(self._deadlines[at]), float(self._confidences[at]))
+        experts, deadlines = self._jobs[:2, : self._count].tolist()
+        return [FetchJob(*job) for job in zip(experts, deadlines, self._confidences.tolist(), strict=False)]
 
     def offer(self, jobs: Sequence[FetchJob], *, replace: bool = True) -> None:
         """See Scheduler."""
         if not replace:
-            self._queue, self._arrival = self.jobs, self._numbers[: self._count].tolist()
+            self._queue, self._arrival = self.jobs, self._jobs[2, : self._count].tolist()
         super().offer(jobs, replace=replace)
         self._count = count = len(self._queue)
-        if count > len(self._experts):
+        if count > len(self._confidences):
             self._room(2 * count)
-        self._experts[:count] = [job.expert for job in self._queue]
-        self._deadlines[:count] = [job.deadline for job in self._queue]
+        self._jobs[0, :count] = [job.expert for job in self._queue]
+        self._jobs[1, :count] = [job.deadline for job in self._queue]
+        self._jobs[2, :count] = self._arrival
         self._confidences[:count] = [job.confidence for job in self._queue]
-        self._numbers[:count] = self._arrival
+
+    def offer_scores(
+        self,
+        scores: NDArray[np.floating],
+        step: int,
+        position: int,
+        slot_of: Sequence[int] | NDArray[np.integer],
+        *,
+        k_prime: int,
+        steps: int = 1,
+        lead: int = 1,
+        least: float = 0.0,
+    ) -> None:
+        """See Scheduler."""
+        rows, layers, experts = scores.shape
+        k_prime = min(k_prime, experts)
+        room = min(layers * experts, min(steps, rows) * layers * k_prime)  # an expert has one job at most
+        if room > len(self._confidences):
+            self._room(room)
+        if k_prime > len(self._best) or layers * experts > len(self._stamp):
+            self._best, self._stamp = np.zeros(experts, np.int64), np.zeros(layers * experts, np.int64)
+        self._mark += 1
+        self._count = _make(
+            plain_scores(scores), step, position, slot_of, k_prime, steps, lead, float(least),
+            self._stamp, self._mark, self._best, self._jobs, self._confidences, self._arrivals,
+        )  # fmt: skip
+        self._arrivals += self._count
 
     def clear(self) -> None:
         """See Scheduler."""
@@ -218,20 +322,22 @@ class FastScheduler(Scheduler):
         """See Scheduler."""
         if self.sent >= self.m_max:
             return None
-        if admission is None:
-            limit: tuple[Any, ...] = (False, _NO_WORTH, 0.0, 0, 0.0)
-        else:
-            limit = (True, admission.worth, admission.floor, admission.next_use, admission.chance)
-        self._count, at = _next(
-            self._order, self._experts, self._deadlines, self._confidences, self._numbers, self._count, slot_of,
-            self.lead, self.position, self.num_layers, self.budget_now, self.budget_avg, *limit, self._heap,
+        least = _NO_LIMIT if admission is None else admission
+        self._count, expert, deadline, confidence = _take(
+            self._order, self._jobs, self._confidences, self._count, slot_of,
+            self.lead, self.position, self.num_layers, self.budget_now, self.budget_avg,
+            admission is not None, least.worth, least.floor, least.next_use, least.chance, self._heap,
         )  # fmt: skip
-        if at < 0:
+        if expert < 0:
             self._skip_layer = True
             return None
-        job = self._job(at)
-        remove(self._experts, self._deadlines, self._confidences, self._numbers, self._count, at)
-        self._count -= 1
         self.budget_now -= 1.0
         self.sent += 1
-        return job
+        return FetchJob(expert, deadline, confidence)
+
+    def warm_up(self, scores: NDArray[np.floating], slot_of: NDArray[np.int32]) -> None:
+        """Compiles what the first decisions would wait for, for forecasts and tables like these. Changes nothing here."""
+        one = FastScheduler(self.num_layers, **self._options)
+        one.advance(0)
+        one.offer_scores(scores, 0, 0, slot_of, k_prime=1)
+        one.next(slot_of, Admission(np.zeros(len(slot_of)), 0.0, 0, 0.0))

