@@ -20,9 +20,11 @@ from seqmoe.runtime.forecaster import Forecaster, OnlineForecaster, TraceForecas
 from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
 from seqmoe.runtime.policy import GIVEN, LAYERS, PERFECT, Plan, Policy, find_policy
 from seqmoe.runtime.prefetch import Prefetcher, plan_eviction
+from seqmoe.runtime.prefetch_fast import FastPrefetcher
 from seqmoe.runtime.report import Totals
 from seqmoe.runtime.residency import Residency
 from seqmoe.runtime.runner import CachedRunner
+from seqmoe.runtime.schedule import Scheduler
 from seqmoe.runtime.schedule_fast import FastScheduler
 from seqmoe.runtime.store import Store
 
@@ -147,13 +149,16 @@ def build_prefetcher(
     )  # fmt: skip
     reserve = min(spec.num_experts, spec.top_k * batch)
     residency = Residency(num_slots, spec.num_layers, spec.num_experts, eviction, reserve=reserve)
-    scheduler = None
+    scheduler: Scheduler | None = None
     if plan.order is not None:
-        scheduler = FastScheduler(
+        scheduler = (FastScheduler if fast else Scheduler)(
             spec.num_layers, order=plan.order, ema_alpha=plan.ema_alpha, lead=plan.lead, m_max=plan.m_max,
             printed_form=plan.printed_form,
         )  # fmt: skip
-    return Prefetcher(plan, residency, scheduler)
+    if not fast:
+        return Prefetcher(plan, residency, scheduler)
+    assert scheduler is None or isinstance(scheduler, FastScheduler)
+    return FastPrefetcher(plan, residency, scheduler)
 
 
 def build_runner(

@@ -26,10 +26,12 @@ slot; a tag that the tables no longer know changes nothing. EPOCH is raised befo
 that sees the new number and not yet the jobs sends nothing rather than something void.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
+from seqmoe.runtime.schedule import FetchJob
 
 LINE = 8  # words of a cache line
 POSITION, PAUSE, EPOCH, JOBS_END, STOP = (i * LINE for i in range(5))
@@ -42,6 +44,26 @@ LANDED, FAILED, DROPPED = range(3)
 
 Jobs = NDArray[np.int64]  # [n, JOB_WORDS]
 NO_JOBS: Jobs = np.zeros((0, JOB_WORDS), dtype=np.int64)
+
+
+def pack_jobs(jobs: Sequence[FetchJob]) -> Jobs:
+    """Jobs as they travel; slots are bound when transfers start."""
+    block = np.zeros((len(jobs), JOB_WORDS), dtype=np.int64)
+    if jobs:
+        block[:, EXPERT] = [job.expert for job in jobs]
+        block[:, SLOT] = -1
+        block[:, DEADLINE] = [job.deadline for job in jobs]
+        block[:, CONFIDENCE] = np.array([job.confidence for job in jobs]).view(np.int64)
+    return block
+
+
+def unpack_jobs(block: Jobs) -> list[FetchJob]:
+    """The same, back."""
+    confidences = np.ascontiguousarray(block[:, CONFIDENCE]).view(np.float64)
+    return [
+        FetchJob(*job)
+        for job in zip(block[:, EXPERT].tolist(), block[:, DEADLINE].tolist(), confidences.tolist(), strict=True)
+    ]
 
 
 class ControlRegion:
@@ -139,6 +161,8 @@ class ControlRegion:
         """Jobs of the latest forecast that were written since the last time (a copy); void ones are passed over."""
         words, size = self.words, self.jobs
         taken, end = words[JOBS_TAKEN], words[JOBS_END]
+        if taken == end:
+            return NO_JOBS
         epoch = words[EPOCH]  # after the end: what is below the end is not newer than this
         places = np.arange(taken, end) % size
         found = self._ring[places]

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from seqmoe.predictors.protocol import LayerPredictor
 from seqmoe.profiles.errors import LinkError
-from seqmoe.runtime.control import JOB_WORDS, LANDED, ControlRegion
+from seqmoe.runtime.control import LANDED, NO_JOBS, ControlRegion, pack_jobs
 from seqmoe.runtime.forecaster import Forecaster
 from seqmoe.runtime.prefetch import Prefetcher
 from seqmoe.runtime.residency import Fetch, Lookup
-from seqmoe.runtime.schedule import FetchJob
 from seqmoe.runtime.worker import FetchWorker, Transfer
 
 log = logging.getLogger("seqmoe")
@@ -73,7 +72,7 @@ class Fetching:
         if self.threaded:
             self.worker.start()
         with self.lock:
-            self.region.post(_block([]))
+            self.region.post(NO_JOBS)
             self.prefetcher.start_sequence()
 
     def begin_prefill(self, row: int, tokens: int) -> None:
@@ -94,8 +93,8 @@ class Fetching:
             if self.popularity is not None and self.prefetcher.by_forecast:
                 needed = 1.0 - (1.0 - np.minimum(self.popularity, 1.0)) ** tokens
                 scores = np.stack([needed, self.popularity]).astype(np.float32)
-                jobs = self.prefetcher.forecast(scores, row, position - 1, k_prime=experts, steps=1)
-                self.region.post(_block(jobs))
+                jobs = self.prefetcher.forecast_block(scores, row, position - 1, k_prime=experts, steps=1)
+                self.region.post(jobs)
         self._decoding = False
         self.worker.ring()
 
@@ -119,7 +118,7 @@ class Fetching:
             self.prefetcher.residency.reserve = min(self.prefetcher.residency.reserve, reserve)
             self._begin(row, position)
             if scores is not None:
-                self.region.post(_block(self.prefetcher.forecast(scores, row, position)))
+                self.region.post(self.prefetcher.forecast_block(scores, row, position))
         self._decoding = True
         self.worker.ring()
 
@@ -162,15 +161,16 @@ class Fetching:
             scores = self._forecast(lambda forecaster: forecaster.after_last(row))
             if scores is not None:
                 with self.lock:
-                    jobs = self.prefetcher.forecast(scores, row, row * residency.num_layers - 1)
-                    self.region.post(_block(jobs))
+                    last_position = row * residency.num_layers - 1
+                    self.region.post(self.prefetcher.forecast_block(scores, row, last_position))
         elif not last and self.layer_predictor is not None:
             started = time.perf_counter()
             made = self.layer_predictor.refine(layer, hidden.float().numpy())[0] / max(1, hidden.shape[0])
             self.predictor_s += time.perf_counter() - started
             with self.lock:
                 position = self._row * residency.num_layers + layer
-                self.region.post(_block(self.prefetcher.forecast_layer(made, layer + 1, self._row, position)))
+                jobs = self.prefetcher.forecast_layer(made, layer + 1, self._row, position)
+                self.region.post(pack_jobs(jobs))
         self.worker.ring()
 
     def resume(self) -> None:
@@ -247,7 +247,7 @@ class Fetching:
         off = self._bad_forecasts >= _WARNED_FORECASTS
         self.notice(f"a forecast cannot be used ({why})" + ("; prefetch is off for this request" if off else ""))
         with self.lock:
-            self.region.post(_block([]))
+            self.region.post(NO_JOBS)
         return None
 
     def _watch(self) -> None:
@@ -293,14 +293,3 @@ class Fetching:
     def close(self) -> bool:
         """Ends the worker. False if it hangs in a read."""
         return self.worker.stop()
-
-
-def _block(jobs: list[FetchJob]) -> NDArray[np.int64]:
-    """Jobs as they travel (control.JOB_WORDS columns)."""
-    block = np.zeros((len(jobs), JOB_WORDS), dtype=np.int64)
-    if jobs:
-        block[:, 0] = [job.expert for job in jobs]
-        block[:, 1] = -1
-        block[:, 2] = [job.deadline for job in jobs]
-        block[:, 3] = np.array([job.confidence for job in jobs]).view(np.int64)
-    return block

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from seqmoe.predictors.trace import Trace
+from seqmoe.runtime.control import Jobs, pack_jobs, unpack_jobs
 from seqmoe.runtime.eviction import LFU, LRU, Belady, BeladyWithin, Eviction, PrefillHot, Static
 from seqmoe.runtime.eviction_forecast import ForecastEviction, Rule, expected_worth, first_use_worth, hard_worth
 from seqmoe.runtime.policy import BY_FORECAST, Plan
@@ -130,6 +131,16 @@ class Prefetcher:
         whole = np.zeros((1, self.residency.num_layers, self.residency.num_experts), dtype=np.float32)
         whole[0, layer] = scores
         return self._jobs(whole, step, position, self.plan.k_prime, 1)
+
+    def forecast_block(
+        self, scores: NDArray[np.floating], step: int, position: int, *, k_prime: int | None = None, steps: int | None = None
+    ) -> Jobs:
+        """`forecast`, its jobs as they travel through the control region. Good until the next call."""
+        return pack_jobs(self.forecast(scores, step, position, k_prime=k_prime, steps=steps))
+
+    def offer_block(self, block: Jobs, *, replace: bool = True) -> None:
+        """`offer` of what came through the control region."""
+        self.offer(unpack_jobs(block), replace=replace)
 
     def offer(self, jobs: Sequence[FetchJob], *, replace: bool = True) -> None:
         """Queues jobs, in place of what is queued unless `replace` is False."""

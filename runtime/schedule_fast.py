@@ -7,6 +7,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from seqmoe.runtime.control import JOB_WORDS, Jobs
 from seqmoe.runtime.schedule import ORDERS, Admission, FetchJob, Scheduler
 
 JOINT, INFINITY, PROMOE, FIRST_COME, WINDOW = range(len(ORDERS))
@@ -236,6 +237,69 @@ def _take(
     return job
 
 
+@njit(cache=True, nogil=True)
+def _make_block(
+    scores: NDArray[np.floating],
+    step: int,
+    position: int,
+    slot_of: NDArray[np.int32],
+    k_prime: int,
+    steps: int,
+    lead: int,
+    least: float,
+    stamp: NDArray[np.int64],
+    mark: int,
+    best: NDArray[np.int64],
+    queue: NDArray[np.int64],
+    confidence: NDArray[np.float64],
+    block: NDArray[np.int64],
+) -> int:
+    """_make, and the jobs as rows of the control region (columns 0 to 3)."""
+    count = _make(
+        scores, step, position, slot_of, k_prime, steps, lead, least, stamp, mark, best, queue, confidence, 0
+    )  # fmt: skip
+    bits = confidence.view(np.int64)
+    for i in range(count):
+        block[i, 0] = queue[0, i]
+        block[i, 1] = -1
+        block[i, 2] = queue[1, i]
+        block[i, 3] = bits[i]
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _take_block(block: NDArray[np.int64], queue: NDArray[np.int64], confidence: NDArray[np.float64], arrival: int) -> None:
+    bits = confidence.view(np.int64)
+    for i in range(len(block)):
+        queue[0, i] = block[i, 0]
+        queue[1, i] = block[i, 2]
+        queue[2, i] = arrival + i
+        bits[i] = block[i, 3]
+
+
+class JobMaker:
+    """`make_jobs` compiled, its jobs as rows of the control region, [n, JOB_WORDS]."""
+
+    def __init__(self, num_layers: int, num_experts: int) -> None:
+        total = num_layers * num_experts
+        self._stamp, self._mark = np.zeros(total, np.int64), 0
+        self._best = np.zeros(num_experts, np.int64)
+        self._queue, self._confidences = np.zeros((3, total), np.int64), np.zeros(total, np.float64)
+        self._block = np.zeros((total, JOB_WORDS), np.int64)  # an expert has one job at most
+
+    def make(
+        self, scores: NDArray[np.floating], step: int, position: int, slot_of: NDArray[np.int32], *, k_prime: int, steps: int,
+        lead: int, least: float,
+    ) -> Jobs:  # fmt: skip
+        """See make_jobs; good until the next call."""
+        self._mark += 1
+        count = _make_block(
+            plain_scores(scores), step, position, slot_of, min(k_prime, scores.shape[2]), steps, lead, float(least),
+            self._stamp, self._mark, self._best, self._queue, self._confidences, self._block,
+        )  # fmt: skip
+        return self._block[:count]
+
+
 def plain_scores(scores: NDArray[np.floating]) -> NDArray[np.floating]:
     """As the compiled decisions take them: contiguous, float32 or float64, and read-only, since for numba that is another
     type, to be compiled for by itself."""
@@ -311,6 +375,14 @@ class FastScheduler(Scheduler):
             plain_scores(scores), step, position, slot_of, k_prime, steps, lead, float(least),
             self._stamp, self._mark, self._best, self._jobs, self._confidences, self._arrivals,
         )  # fmt: skip
+        self._arrivals += self._count
+
+    def offer_block(self, block: Jobs) -> None:
+        """`offer` of jobs as the control region has them, ascending by deadline."""
+        if len(block) > len(self._confidences):
+            self._room(2 * len(block))
+        _take_block(block, self._jobs, self._confidences, self._arrivals)
+        self._count = len(block)
         self._arrivals += self._count
 
     def clear(self) -> None:

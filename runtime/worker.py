@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from seqmoe.profiles.errors import LinkError
-from seqmoe.runtime.control import CONFIDENCE, DEADLINE, EXPERT, FAILED, LANDED, NO_JOBS, ControlRegion
+from seqmoe.runtime.control import FAILED, LANDED, NO_JOBS, ControlRegion
 from seqmoe.runtime.prefetch import Prefetcher
 from seqmoe.runtime.residency import Fetch
-from seqmoe.runtime.schedule import FetchJob
 
 log = logging.getLogger("seqmoe")
 
@@ -176,16 +175,7 @@ class FetchWorker:
         epoch = region.epoch
         jobs = region.take_jobs()
         if epoch != self._epoch or len(jobs):
-            found = [
-                FetchJob(expert, deadline, confidence)
-                for expert, deadline, confidence in zip(
-                    jobs[:, EXPERT].tolist(),
-                    jobs[:, DEADLINE].tolist(),
-                    jobs[:, CONFIDENCE].view("f8").tolist(),
-                    strict=True,
-                )
-            ]
-            prefetcher.offer(found, replace=epoch != self._epoch)
+            prefetcher.offer_block(jobs, replace=epoch != self._epoch)
             self._epoch = epoch
 
     def _end(self, on_link: Sent) -> None:
