@@ -14,7 +14,9 @@ from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.spec import ModelSpec
+from seqmoe.runtime.eviction_fallback import FallbackEviction, FastFallbackEviction
 from seqmoe.runtime.eviction_fast import FastForecastEviction
+from seqmoe.runtime.eviction_forecast import ForecastEviction
 from seqmoe.runtime.fetching import Fetching
 from seqmoe.runtime.forecaster import Forecaster, OnlineForecaster, TraceForecaster, load_calibrations
 from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
@@ -23,6 +25,7 @@ from seqmoe.runtime.prefetch import Prefetcher, plan_eviction
 from seqmoe.runtime.prefetch_fast import FastPrefetcher
 from seqmoe.runtime.report import Totals
 from seqmoe.runtime.residency import Residency
+from seqmoe.runtime.restraint import SelfRestraint
 from seqmoe.runtime.runner import CachedRunner
 from seqmoe.runtime.schedule import Scheduler
 from seqmoe.runtime.schedule_fast import FastScheduler
@@ -143,9 +146,12 @@ def build_prefetcher(
 ) -> Prefetcher:
     """The tables of a policy and what decides over them. `fast`: compiled decisions, equal to the plain ones."""
     plan = oracles.plan
+    by_forecast: type[ForecastEviction] = FallbackEviction if plan.restraint else ForecastEviction
+    if fast:
+        by_forecast = FastFallbackEviction if plan.restraint else FastForecastEviction
     eviction = plan_eviction(
         plan, spec.num_layers, spec.num_experts, spec.top_k, trace=replay, popularity=popularity,
-        **({"forecast_eviction": FastForecastEviction} if fast else {}),
+        forecast_eviction=by_forecast,
     )  # fmt: skip
     reserve = min(spec.num_experts, spec.top_k * batch)
     residency = Residency(num_slots, spec.num_layers, spec.num_experts, eviction, reserve=reserve)
@@ -159,6 +165,36 @@ def build_prefetcher(
         return Prefetcher(plan, residency, scheduler)
     assert scheduler is None or isinstance(scheduler, FastScheduler)
     return FastPrefetcher(plan, residency, scheduler)
+
+
+def warm_up(prefetcher: Prefetcher, forecaster: Forecaster | None, restraint: bool = True) -> None:
+    """Runs every decision once, on tables that are thrown away: compiled code is loaded before the clock starts."""
+    residency = prefetcher.residency
+    layers, experts = residency.num_layers, residency.num_experts
+    scores = np.full((max(2, prefetcher.plan.horizon + 1), layers, experts), 0.5, dtype=np.float32)
+    if forecaster is not None:
+        forecaster.start(1)
+        made = forecaster.at_start(0, np.zeros(1, dtype=np.int64))
+        scores = scores if made is None else made
+    limits = SelfRestraint(prefetcher) if prefetcher.plan.restraint and restraint else None
+    needed = np.full((layers, experts), -1, dtype=np.int32)
+    for step in range(2):
+        residency.begin_step(step)
+        for layer in range(layers):
+            prefetcher.reach(step * layers + layer)
+            if layer == 0 and prefetcher.scheduler is not None:
+                prefetcher.offer_block(prefetcher.forecast_block(scores, step, step * layers))
+                if limits is not None:
+                    limits.forecast()
+            for flat in prefetcher.lookup(layer, [0]).missing:
+                prefetcher.load(flat)
+            fetch = prefetcher.next()
+            prefetcher.release(layer)
+            if fetch is not None:
+                residency.land(fetch.tag)
+            needed[layer, 0] = layer * experts
+        if limits is not None:
+            limits.end_step(needed, compute=1.0, stall=0.0, forecast=0.0, prefetch=0.0, load=1.0)
 
 
 def build_runner(

@@ -157,18 +157,19 @@ class ControlRegion:
         """The worker is alive."""
         self.words[ALIVE] += 1
 
-    def take_jobs(self) -> Jobs:
-        """Jobs of the latest forecast that were written since the last time (a copy); void ones are passed over."""
+    def take_jobs(self) -> tuple[int, Jobs]:
+        """The latest forecast's number, and those of its jobs that were written since the last time (a copy); void ones are
+        passed over."""
         words, size = self.words, self.jobs
         taken, end = words[JOBS_TAKEN], words[JOBS_END]
-        if taken == end:
-            return NO_JOBS
         epoch = words[EPOCH]  # after the end: what is below the end is not newer than this
+        if taken == end:
+            return epoch, NO_JOBS
         places = np.arange(taken, end) % size
         found = self._ring[places]
         words[JOBS_TAKEN] = end
         fresh = found[:, JOB_EPOCH] == epoch
-        return found if fresh.all() else found[fresh]
+        return epoch, found if fresh.all() else found[fresh]
 
     def complete(self, tag: int, status: int) -> None:
         """The transfer `tag` is over: nothing writes to its slot any more."""

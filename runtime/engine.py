@@ -32,7 +32,8 @@ from seqmoe.profiles.errors import UsageError
 from seqmoe.profiles.knobs import Knobs
 from seqmoe.profiles.machine import memory_facts, peak_rss_bytes, rss_bytes
 from seqmoe.profiles.spec import LinkSpec, ModelSpec
-from seqmoe.runtime.assemble import Oracles, build_prefetcher, build_runner
+from seqmoe.runtime.assemble import Oracles, build_prefetcher, build_runner, warm_up
+from seqmoe.runtime.belady_gap import BeladyGap
 from seqmoe.runtime.checkpoint import Checkpoint
 from seqmoe.runtime.eviction import PrefillHot
 from seqmoe.runtime.experts import bind, unbind
@@ -95,6 +96,9 @@ class Engine:
         self._graph_wanted = True
         self._graphs: dict[int, DecodeGraph | None] = {}  # by batch; None where it cannot be captured
         self._tokenizer: Any = None
+        self.gap: BeladyGap | None = None  # live: how far the cache is from the optimum
+        self._decoding = False  # the pass that runs, or ran last
+        self._hits = 0  # residency's, when it began
         self._prompt: torch.Tensor | None = None  # until its first decode step
         self._mask: torch.Tensor | None = None  # of the prompt
         self._busy = False
@@ -224,13 +228,17 @@ class Engine:
         by_popularity = oracles.plan.eviction in ("static", "prefill-hot")
         if by_popularity and counts is None:  # until it is measured, all are alike
             counts = np.ones(spec.total_experts) if trace is None else trace.popularity()
-        prefetcher = build_prefetcher(oracles, spec, self.plan.slots, self.batch, replay=trace, popularity=counts)
+        build = partial(build_prefetcher, oracles, spec, self.plan.slots, self.batch, replay=trace, popularity=counts)
+        if oracles.plan.uses_forecast:
+            warm_up(build(), oracles.forecaster)
+        prefetcher = build()
         chance = None
         if popularity is not None and counts is not None and not by_popularity:
             by_layer = counts.reshape(spec.num_layers, spec.num_experts).astype(np.float64)
             chance = spec.top_k * by_layer / np.maximum(by_layer.sum(axis=1, keepdims=True), 1.0)
         runner = build_runner(oracles, computes, prefetcher, self.store, self.totals, chance)
         self.residency, self.runner, self.fetching = prefetcher.residency, runner, runner.fetching
+        self.gap = BeladyGap(self.plan.slots, spec.num_layers, spec.num_experts)
         if by_popularity and counts is not None and (popularity is not None or trace is not None):
             runner.preload(counts)
         if isinstance(prefetcher.eviction, PrefillHot):
@@ -369,6 +377,7 @@ class Engine:
         # Belady's clock is the trace's row; nobody else's order depends on the number.
         residency.begin_step(self.replay.position if self.replay is not None else None)
         assert isinstance(self.runner, CachedRunner)
+        step = self._step_ended(self.runner, residency, decoding)
         counts = self.runner.prompt_counts
         if counts is not None and isinstance(residency.eviction, PrefillHot) and decoding and counts.any():
             residency.eviction.prefill(counts)
@@ -384,10 +393,22 @@ class Engine:
             if self._prompt is not None:
                 self._prompt_over(fetching)
             fed = tokens[:, 0].numpy() if self.replay is None else self.replay.tokens()
-            fetching.begin_step(residency.step, fed, min(self.spec.num_experts, self.spec.top_k * tokens.shape[0]))
+            reserve = min(self.spec.num_experts, self.spec.top_k * tokens.shape[0])
+            fetching.begin_step(residency.step, fed, reserve, needed=step, stall_s=self.totals.stall_s)
         self.totals.predictor_s = fetching.predictor_s
         self.totals.worker_s = fetching.worker.busy_s
         self.totals.management_s += time.perf_counter() - started - (fetching.predictor_s - forecast)
+
+    def _step_ended(self, runner: CachedRunner, residency: Residency, decoding: bool) -> np.ndarray | None:
+        """What each layer of the pass before needed, if that was a decode step of this request; it is counted."""
+        was_step, self._decoding = self._decoding and decoding, decoding
+        needed = runner.needed
+        if was_step and self.gap is not None:
+            self.gap.step(needed, residency.counts.hits - self._hits)
+        self._hits = residency.counts.hits
+        step = needed.copy() if was_step else None
+        needed.fill(-1)
+        return step
 
     def _prompt_over(self, fetching: Fetching) -> None:
         """What the prompt routed is shown to the predictor."""
@@ -438,6 +459,8 @@ class Engine:
             "bytes_read": self.store.bytes_read,
             "peak_rss_bytes": peak_rss_bytes(),
             "memory_plan": self.plan.to_dict(),
+            "optimal_hit_rate": None if self.gap is None else self.gap.optimal_hit_rate,
+            **({} if self.fetching is None else {"prefetch": self.fetching.describe()}),
             "decode_step": self.graph_notice or ("captured" if any(self._graphs.values()) else "the model's own forward"),
         }
 

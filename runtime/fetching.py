@@ -8,6 +8,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,12 +21,25 @@ from seqmoe.runtime.control import LANDED, NO_JOBS, ControlRegion, pack_jobs
 from seqmoe.runtime.forecaster import Forecaster
 from seqmoe.runtime.prefetch import Prefetcher
 from seqmoe.runtime.residency import Fetch, Lookup
+from seqmoe.runtime.restraint import SelfRestraint
 from seqmoe.runtime.worker import FetchWorker, Transfer
 
 log = logging.getLogger("seqmoe")
 
 LATE_S = 5.0  # a needed expert that is on its way is awaited so long, then loaded elsewhere
 _WARNED_FORECASTS = 3  # bad forecasts in a row after which prefetch stays off for the request
+
+
+@dataclass(slots=True)
+class StepCosts:
+    """Running totals at a step's start, in seconds: what the step before it took is the difference."""
+
+    clock: float = 0.0
+    stall: float = 0.0
+    predictor: float = 0.0
+    worker: float = 0.0
+    waited: float = 0.0  # for on-demand loads alone
+    loads: int = 0
 
 
 class Fetching:
@@ -54,6 +69,13 @@ class Fetching:
         self.region = ControlRegion(2 * room, residency.num_slots + 1)
         self.worker = FetchWorker(prefetcher, self.region, self.lock, send)
         self.threaded = threaded
+        self.asleep = False  # the worker is not woken: to measure what it costs
+        # self-restraint: what the steps cost, and whether forecasts and prefetch are worth it
+        plan = prefetcher.plan
+        self.restraint = SelfRestraint(prefetcher) if plan.restraint and prefetcher.scheduler is not None else None
+        self._costs = StepCosts()
+        self._last_costs = StepCosts()
+        self._load_s = 0.0  # of one on-demand load, running mean
         self.predictor_s = 0.0  # time of forecasts so far
         self.notices: list[str] = []  # what a user should know, each once
         self._row = -1  # of the pass that runs
@@ -96,7 +118,7 @@ class Fetching:
                 jobs = self.prefetcher.forecast_block(scores, row, position - 1, k_prime=experts, steps=1)
                 self.region.post(jobs)
         self._decoding = False
-        self.worker.ring()
+        self._ring()
 
     def prompt_over(self, tokens: NDArray[np.int64] | None, lengths: NDArray[np.int64]) -> None:
         """A prompt has run: its tokens [b, n], padded on the left, None where they are not known, and their `lengths` [b]."""
@@ -105,13 +127,23 @@ class Fetching:
             self.forecaster.prompt_over(tokens, lengths)
         self.predictor_s += time.perf_counter() - started
 
-    def begin_step(self, row: int, tokens: NDArray[np.int64] | None, reserve: int) -> None:
+    def begin_step(
+        self,
+        row: int,
+        tokens: NDArray[np.int64] | None,
+        reserve: int,
+        *,
+        needed: NDArray[np.int32] | None = None,
+        stall_s: float = 0.0,
+    ) -> None:
         """A decode step: its layers' positions begin at row * L. `tokens` [b] are about to be fed, None: not known.
-        `reserve`: slots that a layer of it may need at once."""
+        `reserve`: slots that a layer of it may need at once. Of the decode step before, if there was one: what each layer
+        `needed` [L, width] (flat ids, -1 where fewer); `stall_s`: time that compute has stood still, so far."""
         self._watch()
         position = row * self.prefetcher.residency.num_layers
         scores = None
-        if self.forecaster is not None and self.prefetcher.plan.uses_forecast:
+        wanted = self.restraint is None or self._end_step(needed, stall_s)
+        if self.forecaster is not None and self.prefetcher.plan.uses_forecast and wanted:
             scores = self._forecast(lambda forecaster: forecaster.at_start(row, tokens))
         with self.lock:
             self._take_in()
@@ -119,8 +151,41 @@ class Fetching:
             self._begin(row, position)
             if scores is not None:
                 self.region.post(self.prefetcher.forecast_block(scores, row, position))
+                if self.restraint is not None:
+                    self.restraint.forecast()
         self._decoding = True
-        self.worker.ring()
+        self._ring()
+
+    def _end_step(self, needed: NDArray[np.int32] | None, stall_s: float) -> bool:
+        """The decode step that has ended, if one has, goes to the accounts. Whether a forecast of the next is of use."""
+        assert self.restraint is not None
+        last, worker = self._last_costs, self.worker
+        now = StepCosts(
+            time.perf_counter(), stall_s, self.predictor_s, worker.busy_s, self._costs.waited, self._costs.loads
+        )
+        self._last_costs = now
+        if needed is not None:
+            stall, forecast = now.stall - last.stall, now.predictor - last.predictor
+            loads = now.loads - last.loads
+            if loads:
+                self._load_s += 0.1 * ((now.waited - last.waited) / loads - self._load_s) if self._load_s else (
+                    (now.waited - last.waited) / loads
+                )  # fmt: skip
+            with self.lock:
+                self.restraint.end_step(
+                    needed,
+                    compute=max(0.0, now.clock - last.clock - stall - forecast),
+                    stall=stall,
+                    forecast=forecast,
+                    prefetch=now.worker - last.worker,
+                    load=self._load_s,
+                )
+        return self.restraint.wants_forecast
+
+    def loaded(self, records: int, waited_s: float) -> None:
+        """So many records were loaded on demand, and compute stood still for them so long."""
+        self._costs.loads += records
+        self._costs.waited += waited_s
 
     def _begin(self, row: int, position: int) -> None:
         if row != self._row + 1:
@@ -142,6 +207,8 @@ class Fetching:
             self._layer = layer
             self.region.set_position(position)
             found = self.prefetcher.lookup(layer, experts)
+            if self.restraint is not None:
+                self.restraint.reach()
             self._paused = bool(found.missing or found.in_flight)
             if self._paused:
                 self.region.set_pause(True)
@@ -171,14 +238,18 @@ class Fetching:
                 position = self._row * residency.num_layers + layer
                 jobs = self.prefetcher.forecast_layer(made, layer + 1, self._row, position)
                 self.region.post(pack_jobs(jobs))
-        self.worker.ring()
+        self._ring()
+
+    def _ring(self) -> None:
+        if self.prefetcher.enabled and self.prefetcher.scheduler is not None and not self.asleep:
+            self.worker.ring()
 
     def resume(self) -> None:
         """The layer has all that it needs: the link is free for what comes."""
         if self._paused:
             self._paused = False
             self.region.set_pause(False)
-            self.worker.ring()
+            self._ring()
 
     def await_late(self, fetch: Fetch) -> bool:
         """Waits for a needed expert that is on its way. False if it has to be loaded after all; then its slot may still be
@@ -289,6 +360,21 @@ class Fetching:
         self.worker.reset()
         self._paused = False
         return True
+
+    def describe(self) -> dict[str, Any]:
+        """What came of it so far, for `--json`: records, and what restraint does now."""
+        counts, made, scheduler = self.prefetcher.counts, self.prefetcher.residency.counts, self.prefetcher.scheduler
+        return {
+            "prefetched": made.prefetched - made.dropped,
+            "useful": counts.useful,
+            "late": counts.late,
+            "wasted": counts.wasted,
+            "failed": made.failed,
+            "budget_transfers_per_layer": None if scheduler is None else scheduler.budget_avg,
+            "level": None if self.restraint is None else self.restraint.level.name.lower(),
+            "level_changes": 0 if self.restraint is None else self.restraint.changes,
+            "notices": list(self.notices),
+        }
 
     def close(self) -> bool:
         """Ends the worker. False if it hangs in a read."""

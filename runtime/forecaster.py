@@ -59,8 +59,10 @@ class OnlineForecaster:
         """See Forecaster."""
         self.predictor.start(batch)
         self.batch = batch
-        self._ids = np.zeros((batch, self.layers, self.top_k), dtype=np.int64)
-        self._weights = np.zeros((batch, self.layers, self.top_k), dtype=np.float32)
+        ids = torch.zeros((self.layers, batch, self.top_k), dtype=torch.int64)
+        weights = torch.zeros((self.layers, batch, self.top_k))
+        self._ids, self._weights = ids.numpy().swapaxes(0, 1), weights.numpy().swapaxes(0, 1)  # [b, L, k]
+        self._row_of = [(ids[layer], weights[layer]) for layer in range(self.layers)]  # for torch's cheaper copies
         self._prompt: list[tuple[NDArray[np.int64], Scores]] = []  # by layer, in the order of the passes
         self._fed: NDArray[np.int64] | None = None  # tokens of the step that was routed
         self._pending = False  # a routed step that the predictor has not been shown
@@ -68,8 +70,9 @@ class OnlineForecaster:
     def routed(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> None:
         """See Forecaster."""
         if index.shape[0] == self.batch and not self._prompt:
-            self._ids[:, layer] = index.numpy()
-            self._weights[:, layer] = weights.float().numpy()
+            own_ids, own_weights = self._row_of[layer]
+            own_ids.copy_(index)
+            own_weights.copy_(weights)
             self._pending = layer == self.layers - 1
             return
         self._prompt.append((index.numpy().copy(), weights.float().numpy().copy()))
@@ -116,7 +119,9 @@ class OnlineForecaster:
         return inclusion[0] if self.batch == 1 else inclusion.mean(axis=0)
 
     def _psi(self, ids: NDArray[np.int64], weights: Scores) -> Scores:
-        return psi_numpy(ids, weights, self.experts)
+        # a router whose weights are no shares still says whom it chose
+        known = weights if np.isfinite(weights.sum()) and weights.min() >= 0 else None
+        return psi_numpy(ids, known, self.experts)
 
 
 class TraceForecaster:

@@ -2,10 +2,13 @@
 and the simulator. Loads without torch."""
 
 import difflib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from seqmoe.profiles.errors import UsageError
-from seqmoe.runtime.schedule import NO_LIMIT
+from seqmoe.runtime.schedule import NO_LIMIT, ORDERS
 
 EVICTIONS = (
     "none", "lru", "lfu", "static", "prefill-hot", "belady", "belady-8", "expected", "first-use", "hard",
@@ -38,6 +41,75 @@ class Plan:
     def uses_forecast(self) -> bool:
         """Whether whole-step forecasts are needed."""
         return self.eviction in BY_FORECAST or (self.order is not None and self.order != "window")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What the user sets differently in the plans, for tuning and ablations; None: as the policy has it."""
+
+    k_prime: int | None = None
+    job_steps: int | None = None
+    horizon: int | None = None
+    discount: float | None = None
+    ema_alpha: float | None = None
+    m_max: int | None = None
+    lead: int | None = None
+    least: float | None = None
+    eviction: str | None = None  # of BY_FORECAST
+    early_binding: bool | None = None
+    after: bool | None = None
+    restraint: bool | None = None
+    admission: bool | None = None
+    by_position: bool | None = None
+    printed_form: bool | None = None
+    order: str | None = None
+
+    @classmethod
+    def from_mapping(cls, given: Mapping[str, Any]) -> Self:
+        """Of a JSON object. UsageError for a name, a type or a value that cannot be."""
+        for name, value in given.items():
+            if name not in cls.__dataclass_fields__:
+                near = difflib.get_close_matches(name, cls.__dataclass_fields__, n=1)
+                hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(cls.__dataclass_fields__)}"
+                raise UsageError(f"policy: unknown field '{name}': {hint}")
+            if value is not None:
+                _check_change(name, value)
+        return cls(**given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is set differently, and nothing else."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def apply(self, plan: Plan) -> Plan:
+        """The plan with these, as far as they concern it."""
+        given = self.to_dict()
+        if plan.eviction != "expected":
+            given.pop("eviction", None)
+        if plan.m_max == 0:  # the control that fetches nothing
+            given.pop("m_max", None)
+        return replace(plan, **given) if plan.order or plan.uses_forecast else plan
+
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "k_prime": (1, NO_LIMIT), "job_steps": (1, 64), "horizon": (1, 63), "discount": (1e-6, 1), "ema_alpha": (1e-6, 1),
+    "m_max": (0, NO_LIMIT), "lead": (0, NO_LIMIT), "least": (0, 1),
+}  # fmt: skip
+_WORDS = {"eviction": BY_FORECAST, "order": ORDERS}
+
+
+def _check_change(name: str, value: object) -> None:
+    shown = json.dumps(value, default=str)[:60]
+    if name in _WORDS:
+        if value not in _WORDS[name]:
+            raise UsageError(f"policy: {name} must be one of {', '.join(_WORDS[name])}, got {shown}")
+    elif name in _BOUNDS:
+        low, high = _BOUNDS[name]
+        kinds = (int, float) if name in ("discount", "ema_alpha", "least") else (int,)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
+            what = "a number" if float in kinds else "a whole number"
+            raise UsageError(f"policy: {name} must be {what} from {low:g} to {high:g}, got {shown}")
+    elif not isinstance(value, bool):
+        raise UsageError(f"policy: {name} must be true or false, got {shown}")
 
 
 GIVEN = "given"  # the predictor that the user names
@@ -95,6 +167,19 @@ POLICIES: dict[str, Policy] = {
         replace(_SEQMOE, horizon=8, after=True, restraint=False), PERFECT, "seqmoe fed with the true next steps"
     ),
 }  # fmt: skip
+
+
+def plan_for(policy: Policy, top_k: int, num_experts: int, changes: Changes | None = None) -> Plan:
+    """The policy's plan with `changes`, for a model of `num_experts` a layer of which `top_k` are chosen: unless it is said
+    otherwise, jobs are made for at least three experts more than are needed, and by SpecPrefetch for all."""
+    changes = changes or Changes()
+    assert policy.plan is not None, policy
+    plan = changes.apply(policy.plan)
+    if policy.predictor == LAYERS:
+        plan = replace(plan, k_prime=num_experts)
+    elif policy.plan.order and changes.k_prime is None:
+        plan = replace(plan, k_prime=max(plan.k_prime, top_k + 3))
+    return replace(plan, k_prime=min(plan.k_prime, num_experts))
 
 
 def find_policy(name: str) -> Policy:

@@ -89,6 +89,8 @@ class CachedRunner:
         self._interrupted = False  # Ctrl-C came, perhaps between two updates of a table
         self._compute_s = 0.0  # of the layer at work
         self.adopt(prefetcher)
+        # [L, E] flat ids that each layer of the pass needed, -1 where fewer; whoever reads it empties it
+        self.needed = np.full((len(computes), self.num_experts), -1, dtype=np.int32)
         # int64 [E, views] per layer; the row of an expert is valid while the expert is resident.
         self.addresses = [np.zeros((self.num_experts, store.num_views), dtype=np.int64) for _ in computes]
 
@@ -129,6 +131,9 @@ class CachedRunner:
         if self.observer is not None:
             self.observer(layer, hidden, index, weights)
         wanted = list(dict.fromkeys(chosen))
+        row = self.needed[layer, : len(wanted)]
+        row[:] = wanted
+        row += layer * self.num_experts
         if self.prompt_counts is not None:
             first = layer * self.num_experts
             self.prompt_counts[first : first + self.num_experts] += np.bincount(chosen, minlength=self.num_experts)
@@ -274,7 +279,10 @@ class CachedRunner:
         except Exception:
             self._abandon([load])
             raise
-        self.totals.stall_s += time.perf_counter() - started
+        waited = time.perf_counter() - started
+        self.totals.stall_s += waited
+        if self.fetching is not None:
+            self.fetching.loaded(len(load.fetches), waited)
         for fetch in load.fetches:
             self.place(fetch)
 

@@ -268,7 +268,9 @@ def _make_block(
 
 
 @njit(cache=True, nogil=True)
-def _take_block(block: NDArray[np.int64], queue: NDArray[np.int64], confidence: NDArray[np.float64], arrival: int) -> None:
+def _take_block(
+    block: NDArray[np.int64], queue: NDArray[np.int64], confidence: NDArray[np.float64], arrival: int
+) -> None:
     bits = confidence.view(np.int64)
     for i in range(len(block)):
         queue[0, i] = block[i, 0]

@@ -144,7 +144,7 @@ class FetchWorker:
             self._end(on_link)
         started = time.perf_counter()
         with self.lock:
-            self._follow()
+            self._follow(busy=on_link is not None)
             if not self.region.paused:
                 fetch = self.prefetcher.next()
                 if fetch is not None:
@@ -165,18 +165,21 @@ class FetchWorker:
         self.sent[fetch.tag] = sent
         self._on_link = sent
 
-    def _follow(self) -> None:
-        """Position and jobs as the region has them."""
+    def _follow(self, busy: bool) -> None:
+        """Position and jobs as the region has them. `busy`: there has been a transfer on the link since the last time."""
         region, prefetcher = self.region, self.prefetcher
-        position = region.position
-        if position != self._position:
-            self._position = position
-            prefetcher.reach(position)
-        epoch = region.epoch
-        jobs = region.take_jobs()
+        epoch, jobs = region.take_jobs()
+        position = region.position  # after the jobs: not before the one that they were made at
+        # Before the position: a slot that was bound early, and for which no job is queued, is given back there.
         if epoch != self._epoch or len(jobs):
             prefetcher.offer_block(jobs, replace=epoch != self._epoch)
             self._epoch = epoch
+        if position != self._position:
+            before, self._position = self._position, position
+            # Each layer that went by during a transfer says what the link can do, as it does in the simulator.
+            for passed in range(before + 1, position) if busy else ():
+                prefetcher.reach(passed)
+            prefetcher.reach(position)
 
     def _end(self, on_link: Sent) -> None:
         try:

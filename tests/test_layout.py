@@ -39,6 +39,7 @@ TORCH_FREE = [
     "runtime/schedule.py",
     "runtime/policy.py",
     "runtime/prefetch.py",
+    "runtime/control.py",
     "runtime/replay_counts.py",
     "runtime/extents.py",
 ]
