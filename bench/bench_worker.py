@@ -12,10 +12,13 @@ import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
+
 from seqmoe.predictors.trace_file import read_trace
 from seqmoe.predictors.trace_forecasts import perfect_forecasts
 from seqmoe.runtime.engine import Engine
 from seqmoe.runtime.policy import POLICIES
+from seqmoe.runtime.runner import CachedRunner
 
 
 def main() -> int:
@@ -37,8 +40,9 @@ def main() -> int:
         forecasts=perfect_forecasts(trace, plan.horizon + 1),
     ) as engine:  # fmt: skip
         fetching = engine.fetching
-        assert fetching is not None
-        engine.generate([[1]], max_new_tokens=200, ignore_eos=True)  # everything that is used is resident now
+        assert fetching is not None and isinstance(engine.runner, CachedRunner)
+        engine.runner.preload(np.arange(engine.spec.total_experts))
+        engine.generate([[1]], max_new_tokens=arguments.tokens, ignore_eos=True)
         for pair in range(arguments.pairs):
             for awake in (True, False) if pair % 2 else (False, True):
                 fetching.asleep = not awake
