@@ -133,7 +133,7 @@ class _Replay:
                 if restraint is not None:
                     restraint.forecast()
             self._count_named(row, layer, experts, forecasts)
-            self._layer(layer, experts)
+            computed = self._layer(layer, experts)
             if after and layer == trace.num_layers - 1:
                 assert forecasts is not None
                 self._spend(timing.forecast)
@@ -142,7 +142,7 @@ class _Replay:
                 assert self.inputs.layer_scores is not None
                 scores = self.inputs.layer_scores[row, layer + 1]
                 prefetcher.offer(prefetcher.forecast_layer(scores, layer + 1, row, position))
-            self._spend(timing.layer[layer])
+            self._spend(timing.layer[layer] - computed)
             prefetcher.release(layer)
         if restraint is not None:
             level = restraint.level
@@ -168,23 +168,27 @@ class _Replay:
                 self.named += 1
                 self.ready += self.residency.is_ready(base + index)
 
-    def _layer(self, layer: int, experts: list[int]) -> None:
-        """Looks up, waits, loads."""
+    def _layer(self, layer: int, experts: list[int]) -> float:
+        """Looks up, waits, loads; what is resident computes meanwhile. The part of the layer's compute that this was."""
         found = self.prefetcher.lookup(layer, experts)
         if not found.missing and not found.in_flight:
-            return
-        asked = self.now
+            return 0.0
+        asked, loaded = self.now, self.now
         if self.on_link is not None:
-            self.now = max(self.now, self.link_free)
+            loaded = max(self.now, self.link_free)
             if found.in_flight:  # one transfer is on the link at a time: it is this one
                 self.residency.land(self.on_link.tag)
+                self.now = loaded
             else:
                 self.arrived.append(self.on_link)
             self.on_link = None
         for flat in found.missing:
             self.prefetcher.load(flat)
-        self.now += len(found.missing) * self.timing.transfer
-        self.stall += self.now - asked
+        loaded += len(found.missing) * self.timing.transfer
+        computed = (len(experts) - len(found.missing)) * self.timing.expert if found.missing else 0.0
+        self.now = max(loaded, self.now + computed)
+        self.stall += self.now - asked - computed
+        return computed
 
     def _spend(self, duration: float) -> None:
         """The clock goes on; the link works."""

@@ -3,27 +3,35 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from seqmoe.autotune.simulate import prefill_counts, simulate_reference
+from seqmoe.autotune.simulate import prefill_counts, simulate_reference, step_record
 from seqmoe.autotune.simulate_kernel import (
     BELADY,
     BELADY_8,
     BUDGET_AVG,
     BUDGET_NOW,
+    CACHE_MISSES,
     EMPTY,
     HITS,
+    JOBS,
     LATE,
+    LEVEL,
     LFU,
     LOGGED,
     LRU,
+    LRU_MISSES,
     MISSES,
+    NAMED,
     NONE,
     NOW,
     ON_LINK,
     POSITION,
+    PREFETCH,
     PREFETCHED,
     RANK,
+    READY,
     SIZE,
     SKIP,
+    STALL,
     USEFUL,
     WASTED,
     WORTH,
@@ -31,7 +39,7 @@ from seqmoe.autotune.simulate_kernel import (
     Rules,
     State,
     next_uses,
-    run_sequence,
+    run_steps,
 )  # fmt: skip
 from seqmoe.autotune.simulate_plan import Inputs, Outcome, Timing, gather
 from seqmoe.predictors.kernels import NEVER
@@ -41,18 +49,27 @@ from seqmoe.runtime.eviction_forecast import position_factors
 from seqmoe.runtime.policy import BY_FORECAST, Plan
 from seqmoe.runtime.prefetch import make_rule
 from seqmoe.runtime.residency import demand_reserve
+from seqmoe.runtime.restraint import Level, Restraint, Restraints, StepRecord
 from seqmoe.runtime.schedule import ORDERS
+from seqmoe.runtime.shadow import ShadowState, shadow_state
 
 _KINDS = {
     "none": NONE, "lru": LRU, "lfu": LFU, "static": RANK, "prefill-hot": RANK, "belady": BELADY, "belady-8": BELADY_8,
 }  # fmt: skip
 
 
-def simulate_fast(inputs: Inputs, plan: Plan, timing: Timing, num_slots: int, log_size: int = 0) -> Outcome:
+def simulate_fast(
+    inputs: Inputs,
+    plan: Plan,
+    timing: Timing,
+    num_slots: int,
+    log_size: int = 0,
+    restraints: Restraints | None = None,
+) -> Outcome:
     """As `simulate_reference`; `log_size` entries of the log are kept. Early binding is left to the reference."""
     inputs.check(plan)
     if plan.early_binding and plan.order:
-        return simulate_reference(inputs, plan, timing, num_slots)
+        return simulate_reference(inputs, plan, timing, num_slots, restraints)
     trace = inputs.trace
     rules = _rules(plan, timing, trace, num_slots)
     state = _state(rules, timing, num_slots, log_size)
@@ -62,20 +79,56 @@ def simulate_fast(inputs: Inputs, plan: Plan, timing: Timing, num_slots: int, lo
     if plan.eviction in ("static", "prefill-hot"):
         assert inputs.popularity is not None
         ranking = (Static if plan.eviction == "static" else PrefillHot)(inputs.popularity)
+    restraint = Restraint(restraints) if plan.restraint else None
+    shadow = shadow_state(num_slots, trace.num_layers * trace.num_experts)
     rows: list[tuple[float, ...]] = []
+    levels: list[tuple[int, int]] = []
     for n, (first, count) in enumerate(zip(trace.seq_start.tolist(), trace.seq_len.tolist(), strict=True)):
         if ranking is not None:
             if isinstance(ranking, PrefillHot):
                 ranking.prefill(prefill_counts(trace.sequence(n)))
             state.rank[ranking.order] = np.arange(len(ranking.order), 0, -1)
         part = slice(first, first + count)
-        state.ints[HITS : WASTED + 1] = 0
+        state.ints[HITS : READY + 1] = 0
+        state.ints[JOBS] = 0
         began = float(state.floats[NOW])
-        run_sequence(state, rules, _feed(inputs, plan, first, part, flat, coming))
-        counts = [int(state.ints[i]) for i in (HITS, MISSES, LATE, PREFETCHED, USEFUL, WASTED)]
-        rows.append((count, *counts, float(state.floats[NOW]) - began, count * sum(timing.layer)))
+        fed = _feed(inputs, plan, first, part, flat, coming)
+        ahead = count if plan.order else 0
+        if restraint is None:
+            run_steps(state, shadow, rules, fed, 0, count)
+        else:
+            ahead = _restrained(state, shadow, rules, fed, timing, restraint, levels)
+        counts = [int(state.ints[i]) for i in (HITS, MISSES, LATE, PREFETCHED, USEFUL, WASTED, NAMED, READY)]
+        rows.append((count, *counts, ahead, float(state.floats[NOW]) - began, count * sum(timing.layer)))
     budget = float(state.floats[BUDGET_AVG]) if plan.order else 0.0
-    return gather(rows, budget, [(a, b, c, d) for a, b, c, d in state.log[: state.ints[LOGGED]].tolist()])
+    log = [(a, b, c, d) for a, b, c, d in state.log[: state.ints[LOGGED]].tolist()]
+    return gather(rows, budget, log, levels)
+
+
+def _restrained(
+    state: State,
+    shadow: ShadowState,
+    rules: Rules,
+    fed: Fed,
+    timing: Timing,
+    restraint: Restraint,
+    levels: list[tuple[int, int]],
+) -> int:
+    """One sequence step by step, with self-restraint in between; the number of steps with prefetch on."""
+    ints = state.ints
+    steps, ahead = len(fed.ids), 0
+    for i in range(steps):
+        level = restraint.level
+        ahead += level == Level.PREFETCH
+        run_steps(state, shadow, rules, fed, i, i + 1)
+        after = fed.use_after and level == Level.PREFETCH and i + 1 < steps
+        times = step_record(timing, level, float(state.floats[STALL]), after)
+        record = StepRecord(**times, lru_misses=int(ints[LRU_MISSES]), cache_misses=int(ints[CACHE_MISSES]))
+        ints[LEVEL] = now = restraint.step(record)
+        if now != level:
+            ints[JOBS] = 0
+            levels.append((fed.first + i + 1, int(now)))
+    return ahead
 
 
 def _rules(plan: Plan, timing: Timing, trace: Trace, num_slots: int) -> Rules:
@@ -95,8 +148,11 @@ def _rules(plan: Plan, timing: Timing, trace: Trace, num_slots: int) -> Rules:
         experts=trace.num_experts,
         reserve=demand_reserve(trace.num_experts, trace.top_k, 1),
         slots=num_slots,
+        named=min(plan.k_prime, plan.m_max) if plan.order == "window" else plan.k_prime,
+        restraint=plan.restraint,
         layer_time=np.array(timing.layer, dtype=np.float64),
         transfer=float(timing.transfer),
+        expert=float(timing.expert),
         forecast=float(timing.forecast),
         factor=position_factors(trace.num_layers, plan.discount if by_position else 1.0),
     )
@@ -107,7 +163,8 @@ def _state(rules: Rules, timing: Timing, num_slots: int, log_size: int) -> State
     room = rules.layers * rules.k_prime * rules.job_steps + 1
     ints = np.zeros(SIZE, dtype=np.int64)
     ints[EMPTY], ints[ON_LINK], ints[POSITION], ints[SKIP] = num_slots, -1, -1, 1
-    floats = np.zeros(4, dtype=np.float64)
+    ints[LEVEL] = PREFETCH
+    floats = np.zeros(5, dtype=np.float64)
     floats[BUDGET_AVG] = floats[BUDGET_NOW] = timing.transfers_per_layer
 
     def zeros(dtype: type[np.generic], size: int = total) -> NDArray:

@@ -11,15 +11,17 @@ from numpy.typing import NDArray
 
 from seqmoe.predictors.kernels import NEVER
 from seqmoe.runtime.schedule_fast import choose, prune, remove
+from seqmoe.runtime.shadow import ShadowState, shadow_step
 
 ABSENT, USED, FETCH, COMPUTE = range(4)
 LRU, LFU, RANK, BELADY, BELADY_8, WORTH, NONE = range(7)
 # places in State.ints and State.floats
 (
     EMPTY, USED_COUNT, HELD, RELEASES, ON_LINK, ARRIVED, POSITION, JOBS, ARRIVALS, SKIP, SENT, RESIDENT, LOGGED,
-    HITS, MISSES, LATE, PREFETCHED, USEFUL, WASTED, FORECAST_STEP, SIZE,
-) = range(21)  # fmt: skip
-NOW, LINK_FREE, BUDGET_AVG, BUDGET_NOW = range(4)
+    HITS, MISSES, LATE, PREFETCHED, USEFUL, WASTED, NAMED, READY, LEVEL, LRU_MISSES, CACHE_MISSES, SIZE,
+) = range(25)  # fmt: skip
+NOW, LINK_FREE, BUDGET_AVG, BUDGET_NOW, STALL = range(5)
+OFF, CACHE, PREFETCH = range(3)  # restraint.Level
 
 
 class State(NamedTuple):
@@ -70,8 +72,11 @@ class Rules(NamedTuple):
     experts: int
     reserve: int
     slots: int
+    named: int  # experts of a layer that count as named by its forecast
+    restraint: bool
     layer_time: NDArray[np.float64]
     transfer: float
+    expert: float
     forecast: float
     factor: NDArray[np.float64]
 
@@ -97,11 +102,12 @@ def _victim(st: State, rules: Rules) -> int:
     second = np.int64(0)
     least = 0.0
     seen = st.ints[POSITION] + 8 * rules.layers
+    by_worth = rules.kind == WORTH and st.ints[LEVEL] > OFF
     for i in range(st.ints[RESIDENT]):
         e = st.residents[i]
         if st.status[e] != USED:
             continue
-        if rules.kind == WORTH:
+        if by_worth:
             value = st.worth[e]
             if best < 0 or value < least or (value == least and e < best):
                 best = e
@@ -227,7 +233,7 @@ def _spend(st: State, rules: Rules, duration: float) -> None:
         st.ints[ON_LINK] = -1
         at = max(at, st.floats[LINK_FREE])
     while at < end:
-        e = _send_next(st, rules)
+        e = _send_next(st, rules) if st.ints[LEVEL] == PREFETCH else -1
         if e < 0:
             return
         st.floats[LINK_FREE] = at + rules.transfer
@@ -298,16 +304,15 @@ def _take(st: State, rules: Rules, fed: Fed, which: int, i: int, step: int, posi
         for layer in range(rules.layers):
             for e in range(rules.experts):
                 st.chance[layer * rules.experts + e] = fed.scores[which, i, 0, layer, e]
-        st.ints[FORECAST_STEP] = step
         _weigh(st, rules)
-    if rules.order >= 0:
+    if rules.order >= 0 and st.ints[LEVEL] == PREFETCH:
         _offer(st, rules, fed.scores[which, i], 0, rules.layers, step, position)
 
 
 @njit(cache=True, nogil=True)
 def _reach(st: State, rules: Rules, fed: Fed, which: int, i: int, layer: int, position: int) -> None:
     """The eviction's touch: the layer has routed, its next use is in the step after this."""
-    if rules.kind != WORTH:
+    if rules.kind != WORTH or st.ints[LEVEL] == OFF:
         return
     first = layer * rules.experts
     row = min(1, fed.scores.shape[2] - 1)
@@ -318,17 +323,28 @@ def _reach(st: State, rules: Rules, fed: Fed, which: int, i: int, layer: int, po
 
 
 @njit(cache=True, nogil=True)
-def run_sequence(st: State, rules: Rules, fed: Fed) -> None:
-    """One sequence; the state goes on into the next."""
+def _is_named(scores: NDArray[np.float32], index: int, count: int) -> bool:
+    """Whether the expert is among the `count` likeliest of its layer's scores [E], of equals the first."""
+    above = 0
+    for e in range(len(scores)):
+        above += scores[e] > scores[index] or (scores[e] == scores[index] and e < index)
+    return above < count
+
+
+@njit(cache=True, nogil=True)
+def run_steps(st: State, shadow: ShadowState, rules: Rules, fed: Fed, begin: int, end: int) -> None:
+    """Steps `begin` to `end` - 1 of a sequence; the state goes on into what comes next."""
     ints, floats = st.ints, st.floats
     layers, k = rules.layers, fed.ids.shape[2]
-    ints[JOBS] = 0
     missing = np.empty(k, dtype=np.int32)
     steps = fed.ids.shape[0]
-    for i in range(steps):
+    floats[STALL] = 0.0
+    by_layer = rules.order >= 0 and fed.layer_scores.shape[0] > 0
+    for i in range(begin, end):
+        forecasts = fed.use_start and ints[LEVEL] > OFF
         for layer in range(layers):
             position = (fed.first + i) * layers + layer
-            if fed.use_start and layer == 0:
+            if forecasts and layer == 0:
                 _spend(st, rules, rules.forecast)
             for j in range(ints[ARRIVED]):
                 _land(st, rules, st.arrived[j])
@@ -339,8 +355,8 @@ def run_sequence(st: State, rules: Rules, fed: Fed) -> None:
                     floats[BUDGET_AVG] += change if rules.printed else -change
                 floats[BUDGET_NOW] = floats[BUDGET_AVG]
                 ints[SENT] = 0
-                ints[SKIP] = 0
-            if fed.use_start and layer == 0:
+                ints[SKIP] = 0 if ints[LEVEL] == PREFETCH else 1
+            if forecasts and layer == 0:
                 # the eviction stands at the layer before, the queue at this one
                 _take(st, rules, fed, 0, i, fed.first + i, position)
             ints[POSITION] = position
@@ -353,6 +369,13 @@ def run_sequence(st: State, rules: Rules, fed: Fed) -> None:
                 st.uses[e] += 1
                 st.next_use[e] = fed.coming[i, layer, j]
                 status = st.status[e]
+                named = False
+                if by_layer:
+                    named = layer > 0 and _is_named(fed.layer_scores[i, layer], e - layer * rules.experts, rules.named)
+                elif forecasts:
+                    named = _is_named(fed.scores[0, i, 0, layer], e - layer * rules.experts, rules.named)
+                ints[NAMED] += named
+                ints[READY] += named and status >= USED and status != FETCH
                 if status == ABSENT:
                     missing[absent] = e
                     absent += 1
@@ -375,11 +398,15 @@ def run_sequence(st: State, rules: Rules, fed: Fed) -> None:
                 elif st.unclaimed[e]:
                     st.unclaimed[e] = False
                     ints[HELD] -= 1
+            computed = 0.0
             if waits or absent > 0:
+                asked = floats[NOW]
+                loaded = asked
                 if ints[ON_LINK] >= 0:
-                    floats[NOW] = max(floats[NOW], floats[LINK_FREE])
+                    loaded = max(floats[NOW], floats[LINK_FREE])
                     if waits:
                         _land(st, rules, ints[ON_LINK])
+                        floats[NOW] = loaded
                     else:
                         st.arrived[ints[ARRIVED]] = ints[ON_LINK]
                         ints[ARRIVED] += 1
@@ -387,13 +414,17 @@ def run_sequence(st: State, rules: Rules, fed: Fed) -> None:
                 for j in range(absent):
                     _bind(st, rules, missing[j], COMPUTE, position)
                     _to_compute(st, rules, missing[j])
-                floats[NOW] += absent * rules.transfer
-            if fed.use_after and layer == layers - 1 and i + 1 < steps:
+                loaded += absent * rules.transfer
+                if absent > 0:
+                    computed = (k - absent) * rules.expert
+                floats[NOW] = max(loaded, floats[NOW] + computed)
+                floats[STALL] += floats[NOW] - asked - computed
+            if fed.use_after and ints[LEVEL] == PREFETCH and layer == layers - 1 and i + 1 < steps:
                 _spend(st, rules, rules.forecast)
                 _take(st, rules, fed, 1, i + 1, fed.first + i + 1, position)
-            if rules.order >= 0 and fed.layer_scores.shape[0] > 0 and layer + 1 < layers:
+            if by_layer and ints[LEVEL] == PREFETCH and layer + 1 < layers:
                 _offer(st, rules, fed.layer_scores[i : i + 1], layer + 1, layer + 2, fed.first + i, position)
-            _spend(st, rules, rules.layer_time[layer])
+            _spend(st, rules, rules.layer_time[layer] - computed)
             # release
             for j in range(st.computing_count[layer]):
                 e = st.computing[layer, j]
@@ -409,6 +440,12 @@ def run_sequence(st: State, rules: Rules, fed: Fed) -> None:
                     st.released[e] = ints[RELEASES]
                     ints[USED_COUNT] += 1
             st.computing_count[layer] = 0
+        if rules.restraint:
+            soon, later = fed.soon[0], fed.later[0]
+            row = i if forecasts else 0
+            ints[LRU_MISSES], ints[CACHE_MISSES] = shadow_step(
+                shadow, fed.ids[i], forecasts, soon[row], later[row], rules.factor
+            )
 
 
 @njit(cache=True, nogil=True)

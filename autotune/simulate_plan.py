@@ -19,11 +19,14 @@ class Timing:
     transfer: float  # one record over the link: bytes / bandwidth + latency
     forecast: float = 0.0  # the predictor, each time it is asked
     record_bytes: int = 1
+    expert: float = 0.0  # compute of one expert, a part of its layer's: goes on while others of the layer are loaded
 
     @classmethod
-    def of_ratio(cls, ratio: float, num_layers: int, record_bytes: int = 1, forecast: float = 0.0) -> "Timing":
+    def of_ratio(
+        cls, ratio: float, num_layers: int, record_bytes: int = 1, forecast: float = 0.0, expert: float = 0.0
+    ) -> "Timing":
         """`ratio`: time of one transfer / compute time of one layer, which is the unit."""
-        return cls((1.0,) * num_layers, ratio, forecast, record_bytes)
+        return cls((1.0,) * num_layers, ratio, forecast, record_bytes, expert)
 
     @property
     def transfers_per_layer(self) -> float:

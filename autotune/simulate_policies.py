@@ -1,4 +1,4 @@
-"""Policies in the simulator: what the user changes of them, and the forecasts that they need."""
+"""Policies in the simulator, and the forecasts that they need."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,30 +13,7 @@ from seqmoe.predictors.registry import NAMES
 from seqmoe.predictors.trace import Trace
 from seqmoe.predictors.trace_forecasts import TraceForecasts, perfect_forecasts
 from seqmoe.profiles.errors import UsageError
-from seqmoe.runtime.policy import GIVEN, HORIZON, LAYERS, PERFECT, Plan, find_policy
-
-
-@dataclass(frozen=True)
-class Changes:
-    """What the user sets differently; None: as the policy has it."""
-
-    k_prime: int | None = None
-    job_steps: int | None = None
-    horizon: int | None = None
-    discount: float | None = None
-    ema_alpha: float | None = None
-    m_max: int | None = None
-    lead: int | None = None
-    least: float | None = None
-    eviction: str | None = None
-    early_binding: bool | None = None
-
-    def apply(self, plan: Plan) -> Plan:
-        """The plan with these, as far as they concern it."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
-        if plan.eviction != "expected":
-            given.pop("eviction", None)
-        return replace(plan, **given) if plan.order or plan.uses_forecast else plan
+from seqmoe.runtime.policy import GIVEN, HORIZON, LAYERS, PERFECT, PREVIOUS, Changes, Plan, find_policy, plan_for
 
 
 @dataclass(eq=False)
@@ -57,13 +34,12 @@ class Workbench:
         policy = find_policy(name)
         if policy.plan is None:
             return None
-        plan = changes.apply(policy.plan)
-        if policy.predictor == LAYERS:
-            # of all experts the likeliest, as many as the window can move
-            plan = replace(plan, k_prime=self.trace.num_experts, m_max=changes.m_max or max(1, round(1 / ratio)))
-        elif policy.plan.order and changes.k_prime is None and policy.plan.k_prime < self.trace.top_k + 3:
-            plan = replace(plan, k_prime=self.trace.top_k + 3)
-        return replace(plan, k_prime=min(plan.k_prime, self.trace.num_experts))
+        plan = plan_for(policy, self.trace.top_k, self.trace.num_experts, changes)
+        if policy.predictor == LAYERS:  # as many as the window can move
+            plan = replace(plan, m_max=changes.m_max or max(1, round(1 / ratio)))
+        elif policy.predictor == PREVIOUS:  # what was used, no more
+            plan = replace(plan, k_prime=self.trace.top_k)
+        return plan
 
     def predictor_of(self, name: str) -> str | None:
         """Whose forecasts a policy uses. UsageError where one must be named."""
@@ -79,6 +55,8 @@ class Workbench:
         if plan is None:
             return full_outcome(self.trace, timing)
         predictor = self.predictor_of(name)
+        if predictor == PREVIOUS:
+            timing = replace(timing, forecast=0.0)  # there is nothing to compute
         forecasts, layer_scores = None, None
         if predictor == LAYERS:
             layer_scores = self._by_layer()

@@ -1,7 +1,6 @@
 """Puts a policy to work on an open checkpoint: its tables, its predictor, and the fetch worker where it fetches ahead."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,7 @@ from seqmoe.runtime.eviction_forecast import ForecastEviction
 from seqmoe.runtime.fetching import Fetching
 from seqmoe.runtime.forecaster import Forecaster, OnlineForecaster, TraceForecaster, load_calibrations
 from seqmoe.runtime.kernels.experts_cpu import ExpertsCompute
-from seqmoe.runtime.policy import GIVEN, LAYERS, PERFECT, Plan, Policy, find_policy
+from seqmoe.runtime.policy import GIVEN, LAYERS, PERFECT, Plan, Policy, find_policy, plan_for
 from seqmoe.runtime.prefetch import Prefetcher, plan_eviction
 from seqmoe.runtime.prefetch_fast import FastPrefetcher
 from seqmoe.runtime.report import Totals
@@ -53,7 +52,7 @@ class Oracles:
         policy: Policy = find_policy(mode)
         assert policy.plan is not None, mode
         self.mode = mode
-        self.plan = plan or _widened(policy, spec)
+        self.plan = plan or plan_for(policy, spec.top_k, spec.num_experts)
         self.forecaster: Forecaster | None = None
         self.layer_predictor: LayerPredictor | None = None
         shape = (spec.num_layers, spec.num_experts, spec.top_k)
@@ -72,17 +71,6 @@ class Oracles:
             self.forecaster = _online(mode, policy, predictor, fit, shape, rows)
         if isinstance(self.forecaster, OnlineForecaster):
             _check_fits(self.forecaster.predictor, spec)
-
-
-def _widened(policy: Policy, spec: ModelSpec) -> Plan:
-    """The plan for this model's k, as the simulator widens it."""
-    plan = policy.plan
-    assert plan is not None
-    if policy.predictor == LAYERS:
-        return replace(plan, k_prime=spec.num_experts)
-    if plan.order and plan.k_prime < spec.top_k + 3:
-        plan = replace(plan, k_prime=spec.top_k + 3)
-    return replace(plan, k_prime=min(plan.k_prime, spec.num_experts))
 
 
 def _online(

@@ -1,7 +1,7 @@
-"""Several modes at several residencies side by side: interleaved repeats in fresh processes, medians and spread.
+"""Several modes, residencies and batch sizes side by side: interleaved repeats in fresh processes, medians and spread.
 
 What is compared runs in turns, and in another order each time, so that a machine that slows down or warms up meanwhile
-does so for every arm alike. All arms must give the same tokens: what they do differs in speed only.
+does so for every arm alike. All arms of a batch size must give the same tokens: what they do differs in speed only.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +13,14 @@ from seqmoe.profiles.errors import UsageError
 from seqmoe.runtime.jobs_process import job_error
 from seqmoe.runtime.policy import POLICIES
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = (
+    2  # 2: arms have a batch; read_mib_per_token counts what is fetched ahead too, a token of each sequence
+)
 MODES = tuple(POLICIES)
 MODES_WITHOUT_RESIDENCY = ("full", "eager")  # everything, or nothing beyond the layer at work
+
+# where a decode step's time goes; the worker's runs beside the others'
+PARTS = ("experts", "predictor", "management", "worker", "stall", "other")
 
 Runner = Callable[[Mapping[str, Any]], dict[str, Any]]
 """Runs one measurement job and returns its figures, or {"error": ...}."""
@@ -27,10 +32,12 @@ class Arm:
 
     mode: str
     residency: float | None = None
+    batch: int = 1  # sequences at once
 
     @property
     def label(self) -> str:
-        return self.mode if self.residency is None else f"{self.mode} {self.residency:.0%}"
+        share = "" if self.residency is None else f" {self.residency:.0%}"
+        return f"{self.mode}{share}" + (f" batch {self.batch}" if self.batch != 1 else "")
 
 
 @dataclass(frozen=True)
@@ -68,43 +75,78 @@ class ArmResult:
     error: str | None = None
     exit_code: int = 0
 
-    def spread(self, figure: Callable[[Mapping[str, Any]], float]) -> Spread:
-        """Of one figure over the repeats that went well; there must be one."""
-        return Spread(tuple(figure(run) for run in self.runs))
+    def spread(self, name: str) -> Spread | None:
+        """Of one of FIGURES over the repeats that went well; None without one, or where the mode has no such figure."""
+        values = [FIGURES[name](run) for run in self.runs]
+        known = [value for value in values if value is not None]
+        return Spread(tuple(known)) if known and len(known) == len(values) else None
+
+    def median(self, name: str) -> float | None:
+        """Of one of FIGURES."""
+        spread = self.spread(name)
+        return None if spread is None else spread.median
+
+    @property
+    def residency(self) -> float | None:
+        """As it ran, else as it was asked for."""
+        return float(self.runs[-1]["residency"]) if self.runs else self.arm.residency
+
+    @property
+    def notices(self) -> list[str]:
+        """What the runs had to say, each once."""
+        return list(dict.fromkeys(text for run in self.runs for text in run.get("notices", ())))
 
     def to_dict(self) -> dict[str, Any]:
         """The arm as it stands in the JSON."""
-        head: dict[str, Any] = {"label": self.arm.label, "mode": self.arm.mode, "error": self.error}
+        arm = self.arm
+        head: dict[str, Any] = {"label": arm.label, "mode": arm.mode, "batch": arm.batch, "error": self.error}
         if not self.runs:
-            return head | {"residency": self.arm.residency, "repeats": 0}
+            return head | {"residency": arm.residency, "repeats": 0}
         last = self.runs[-1]
         return head | {
             "residency": last.get("residency"),
             "slots": last.get("slots"),
             "repeats": len(self.runs),
-            **{name: self.spread(figure).to_dict() for name, figure in FIGURES.items()},
-            "link": last.get("link"),
-            "knobs": last.get("knobs"),
-            "memory_plan": last.get("memory_plan"),
+            **{name: _to_dict(self.spread(name)) for name in FIGURES},
+            "notices": self.notices,
+            **{key: last.get(key) for key in ("link", "knobs", "memory_plan", "prefetch", "optimal_hit_rate")},
         }
 
 
-def _decode_mib_per_token(run: Mapping[str, Any]) -> float:
-    return float(run.get("decode_needed_bytes", 0)) / 2**20 / max(1, int(run["steps"]))
+def _to_dict(spread: Spread | None) -> dict[str, Any] | None:
+    return None if spread is None else spread.to_dict()
 
 
-def _stall_share(run: Mapping[str, Any]) -> float:
-    seconds = sum(run.get("per_step_s", ()))
-    return float(run["stall_s"]) / seconds if seconds else 0.0
+Figure = Callable[[Mapping[str, Any]], float | None]
 
 
-FIGURES: dict[str, Callable[[Mapping[str, Any]], float]] = {
-    "decode_tokens_per_s": lambda run: float(run["decode_tokens_per_s"]),
-    "ttft_s": lambda run: float(run["ttft_s"]),
-    "hit_rate": lambda run: float(run["hit_rate"]),
-    "read_mib_per_token": _decode_mib_per_token,  # experts that decode steps had to load
-    "stall_share": _stall_share,  # of decode time, waiting for the link with nothing to compute
-    "peak_rss_mib": lambda run: float(run["peak_rss_bytes"]) / 2**20,
+def _key(name: str, scale: float = 1.0) -> Figure:
+    def figure(run: Mapping[str, Any]) -> float | None:
+        value = run[name]
+        return None if value is None else float(value) * scale
+
+    return figure
+
+
+def _moved_mib_per_token(run: Mapping[str, Any]) -> float:
+    return float(run["decode_moved_bytes"]) / 2**20 / max(1, int(run["decode_tokens"]))
+
+
+# of decode steps, but for the first and the last
+FIGURES: dict[str, Figure] = {
+    "ttft_s": _key("ttft_s"),
+    "decode_tokens_per_s": _key("decode_tokens_per_s"),
+    "hit_rate": _key("hit_rate"),
+    "transfers_per_step": _key("transfers_per_step"),  # experts loaded on demand and fetched ahead
+    "read_mib_per_token": _moved_mib_per_token,  # their bytes
+    **{name: _key(name) for name in ("prefetched_bytes", "useful_bytes", "late_bytes", "wasted_bytes")},
+    **{f"{part}_s_per_step": _key(f"{part}_s_per_step") for part in PARTS},
+    "stall_share": _key("stall_share"),  # of decode time, waiting for the link with nothing to compute
+    "management_share": _key("management_share"),
+    "predictor_share": _key("predictor_share"),
+    "link_busy_share": _key("link_busy_share"),
+    "budget_avg": _key("budget_avg"),  # transfers a layer that the link was last seen to do
+    "peak_rss_mib": _key("peak_rss_bytes", 2**-20),
 }
 
 
@@ -117,9 +159,34 @@ class BenchResult:
     arms: list[ArmResult]
 
     def tokens_differ(self) -> list[str]:
-        """Labels of the arms whose tokens are not those of the first run of all: a bug, whatever their speed."""
-        runs = [(result.arm.label, run["token_ids"]) for result in self.arms for run in result.runs]
-        return sorted({label for label, ids in runs if ids != runs[0][1]})
+        """Labels of the arms whose tokens are not those of their batch size's first run: a bug, whatever their speed."""
+        first: dict[int, Any] = {}
+        found = set()
+        for result in self.arms:
+            for run in result.runs:
+                if run["token_ids"] != first.setdefault(result.arm.batch, run["token_ids"]):
+                    found.add(result.arm.label)
+        return sorted(found)
+
+    @property
+    def batches(self) -> list[int]:
+        """Batch sizes, ascending."""
+        return sorted({result.arm.batch for result in self.arms})
+
+    def of_full(self, result: ArmResult) -> Spread | None:
+        """Decode speed as a share of that of mode `full` with the same batch in the same round; None without one."""
+        full = self._find("full", None, result.arm.batch)
+        return _ratios(result, full, "decode_tokens_per_s")
+
+    def stall_of_lru(self, result: ArmResult) -> Spread | None:
+        """Time that a decode step waits for the link as a share of what it is in mode `lru` at the same residency and
+        batch, in the same round; None without one, or where that does not wait."""
+        lru = self._find("lru", result.arm.residency, result.arm.batch)
+        return _ratios(result, lru, "stall_s_per_step")
+
+    def _find(self, mode: str, residency: float | None, batch: int) -> ArmResult | None:
+        arm = Arm(mode, residency, batch)
+        return next((result for result in self.arms if result.arm == arm), None)
 
     @property
     def exit_code(self) -> int:
@@ -136,18 +203,33 @@ class BenchResult:
             "model_digest": first.get("model_digest"),
             "repeats": self.repeats,
             "tokens_differ": self.tokens_differ(),
-            "arms": [result.to_dict() for result in self.arms],
+            "arms": [
+                result.to_dict()
+                | {"of_full": _to_dict(self.of_full(result)), "stall_of_lru": _to_dict(self.stall_of_lru(result))}
+                for result in self.arms
+            ],
         }
 
 
-def plan_arms(modes: Sequence[str], residencies: Sequence[float]) -> list[Arm]:
-    """Each mode at each residency; a mode without one, or any when none is given, once. Raises UsageError."""
+def _ratios(result: ArmResult, reference: ArmResult | None, name: str) -> Spread | None:
+    """Of the runs that both arms made in the same round. An arm's first failure is its end: run i is of round i."""
+    own, other = result.spread(name), None if reference is None else reference.spread(name)
+    if own is None or other is None or not all(other.values):
+        return None
+    return Spread(tuple(mine / its for mine, its in zip(own.values, other.values, strict=False)))
+
+
+def plan_arms(modes: Sequence[str], residencies: Sequence[float], batches: Sequence[int] = (1,)) -> list[Arm]:
+    """For each batch size each mode at each residency; a mode without one, or any if none is given, once. UsageError."""
     if unknown := [mode for mode in modes if mode not in MODES]:
         raise UsageError(f"--modes takes {', '.join(MODES)}, got {unknown[0]!r}")
     if bad := [share for share in residencies if not 0 < share <= 1]:
         raise UsageError(f"--residency takes shares above 0 and up to 1, such as 0.25,0.45; got {bad[0]:g}")
+    if few := [batch for batch in batches if batch < 1]:
+        raise UsageError(f"--batch takes numbers of sequences from 1 on, such as 1,2,4; got {few[0]}")
     arms = [
-        Arm(mode, share)
+        Arm(mode, share, batch)
+        for batch in batches
         for mode in modes
         for share in ((None,) if mode in MODES_WITHOUT_RESIDENCY else tuple(residencies) or (None,))
     ]
@@ -162,8 +244,9 @@ def order(arms: int, repeats: int) -> Iterator[int]:
 
 
 def arm_job(job: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """The measurement job of one arm: what is common, and its mode and residency."""
-    return {**job, "mode": arm.mode} | ({} if arm.residency is None else {"residency": arm.residency})
+    """The measurement job of one arm: what is common, and its mode, residency and batch size."""
+    own: dict[str, Any] = {} if arm.residency is None else {"residency": arm.residency}
+    return {**job, "mode": arm.mode} | own | ({} if arm.batch == 1 else {"batch": arm.batch})
 
 
 def run_bench(

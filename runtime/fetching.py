@@ -21,7 +21,7 @@ from seqmoe.runtime.control import LANDED, NO_JOBS, ControlRegion, pack_jobs
 from seqmoe.runtime.forecaster import Forecaster
 from seqmoe.runtime.prefetch import Prefetcher
 from seqmoe.runtime.residency import Fetch, Lookup
-from seqmoe.runtime.restraint import SelfRestraint
+from seqmoe.runtime.restraint import Level, SelfRestraint
 from seqmoe.runtime.worker import FetchWorker, Transfer
 
 log = logging.getLogger("seqmoe")
@@ -67,6 +67,7 @@ class Fetching:
         self.lock = threading.Lock()
         room = residency.num_layers * residency.num_experts * prefetcher.plan.job_steps
         self.region = ControlRegion(2 * room, residency.num_slots + 1)
+        self.region.set_position(-1)  # no layer has been reached yet
         self.worker = FetchWorker(prefetcher, self.region, self.lock, send)
         self.threaded = threaded
         self.asleep = False  # the worker is not woken: to measure what it costs
@@ -82,17 +83,21 @@ class Fetching:
         self._layer = -1  # looked up last in it
         self._decoding = False
         self._bad_forecasts = 0
+        self._died = False  # the worker, in this request
         self._paused = False
+        self._awaited = 0  # late fetches that are all that the layer at work still needs; less than 0: it needs more
 
     # -- a request and its passes -------------------------------------------------------------------------------
 
     def begin_request(self, batch: int) -> None:
         """New sequences: what was known of others is forgotten, what is resident stays."""
         self._bad_forecasts = 0
-        if self.forecaster is not None:
-            self.forecaster.start(batch)
+        self._tell(lambda forecaster: forecaster.start(batch))
         if self.threaded:
             self.worker.start()
+        if self._died:
+            self._died = False
+            self.prefetcher.enabled = self.restraint is None or self.restraint.level == Level.PREFETCH
         with self.lock:
             self.region.post(NO_JOBS)
             self.prefetcher.start_sequence()
@@ -103,11 +108,12 @@ class Fetching:
         residency = self.prefetcher.residency
         experts, position = residency.num_experts, row * residency.num_layers
         if residency.reserve < experts:  # no layer is at work: what has landed in vain need not wait for its own
-            self.worker.quiesce()
+            self.worker.quiesce(LATE_S)
             with self.lock:
                 self._take_in()
                 residency.settle()
-                residency.reserve = experts
+                hung = len(residency.in_flight)  # a read that does not end keeps its slot
+                residency.reserve = max(residency.reserve, min(experts, residency.num_slots - hung))
                 self.region.set_pause(False)
         with self.lock:
             self._take_in()
@@ -122,10 +128,7 @@ class Fetching:
 
     def prompt_over(self, tokens: NDArray[np.int64] | None, lengths: NDArray[np.int64]) -> None:
         """A prompt has run: its tokens [b, n], padded on the left, None where they are not known, and their `lengths` [b]."""
-        started = time.perf_counter()
-        if self.forecaster is not None:
-            self.forecaster.prompt_over(tokens, lengths)
-        self.predictor_s += time.perf_counter() - started
+        self._tell(lambda forecaster: forecaster.prompt_over(tokens, lengths))
 
     def begin_step(
         self,
@@ -143,12 +146,14 @@ class Fetching:
         position = row * self.prefetcher.residency.num_layers
         scores = None
         wanted = self.restraint is None or self._end_step(needed, stall_s)
-        if self.forecaster is not None and self.prefetcher.plan.uses_forecast and wanted:
+        if wanted and (self.prefetcher.enabled or self.prefetcher.by_forecast is not None):
             scores = self._forecast(lambda forecaster: forecaster.at_start(row, tokens))
         with self.lock:
             self._take_in()
             self.prefetcher.residency.reserve = min(self.prefetcher.residency.reserve, reserve)
             self._begin(row, position)
+            if self.prefetcher.plan.early_binding:
+                self.worker.follow(busy=False)  # who binds slots gives back first what has become pointless
             if scores is not None:
                 self.region.post(self.prefetcher.forecast_block(scores, row, position))
                 if self.restraint is not None:
@@ -206,10 +211,13 @@ class Fetching:
                 self.worker.jump(position)
             self._layer = layer
             self.region.set_position(position)
+            if self.prefetcher.plan.early_binding:
+                self.worker.follow(busy=False)
             found = self.prefetcher.lookup(layer, experts)
             if self.restraint is not None:
                 self.restraint.reach()
             self._paused = bool(found.missing or found.in_flight)
+            self._awaited = -1 if found.missing else len(found.in_flight)
             if self._paused:
                 self.region.set_pause(True)
         return found
@@ -217,27 +225,28 @@ class Fetching:
     def routed(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
         """The layer has been looked up: what forecasts can be made of it. hidden [tokens, H], index and weights
         [tokens, k]."""
-        if self.forecaster is not None:
-            self.forecaster.routed(layer, index, weights)
-        if not self._decoding:
+        self._tell(lambda forecaster: forecaster.routed(layer, index, weights))
+        if not self._decoding or not self.prefetcher.enabled:
             return
         plan, residency = self.prefetcher.plan, self.prefetcher.residency
         last = layer == residency.num_layers - 1
-        if last and plan.after and plan.uses_forecast and self.forecaster is not None:
+        if last and plan.after:
             row = self._row + 1
             scores = self._forecast(lambda forecaster: forecaster.after_last(row))
             if scores is not None:
                 with self.lock:
                     last_position = row * residency.num_layers - 1
                     self.region.post(self.prefetcher.forecast_block(scores, row, last_position))
-        elif not last and self.layer_predictor is not None:
-            started = time.perf_counter()
-            made = self.layer_predictor.refine(layer, hidden.float().numpy())[0] / max(1, hidden.shape[0])
-            self.predictor_s += time.perf_counter() - started
-            with self.lock:
-                position = self._row * residency.num_layers + layer
-                jobs = self.prefetcher.forecast_layer(made, layer + 1, self._row, position)
-                self.region.post(pack_jobs(jobs))
+        elif not last and (predictor := self.layer_predictor) is not None:
+            rows = max(1, hidden.shape[0])
+            made = self._checked(
+                lambda: predictor.refine(layer, hidden.float().numpy())[0] / rows, (residency.num_experts,)
+            )
+            if made is not None:
+                with self.lock:
+                    position = self._row * residency.num_layers + layer
+                    jobs = self.prefetcher.forecast_layer(made, layer + 1, self._row, position)
+                    self.region.post(pack_jobs(jobs))
         self._ring()
 
     def _ring(self) -> None:
@@ -256,25 +265,32 @@ class Fetching:
         written to and comes back later."""
         with self.lock:
             sent = self.worker.sent.get(fetch.tag)
-        ended = sent is None
-        if sent is not None:
-            try:
-                sent.transfer.wait(LATE_S)
-            except LinkError as error:
-                log.warning("a fetch failed, its expert is loaded anew: %s", error)
-                with self.lock:
-                    if sent.transfer.done():
-                        self._give_up(fetch)
-                    else:
-                        self.prefetcher.residency.orphan(fetch.tag)
-                        self.prefetcher.lost(fetch)
-                return False
+            if sent is None:  # nobody has begun to read it, nobody will
+                self.prefetcher.residency.fail(fetch)
+                self.prefetcher.lost(fetch)
+        if sent is None:
+            self._awaited = -1
+            return False
+        try:
+            sent.transfer.wait(LATE_S)
+        except LinkError as error:
+            log.warning("a fetch failed, its expert is loaded anew: %s", error)
+            with self.lock:
+                if sent.transfer.done():
+                    self._give_up(fetch)
+                elif self.prefetcher.residency.orphan(fetch.tag):
+                    self.prefetcher.lost(fetch)
+            self._awaited = -1
+            return False
         with self.lock:
             self.worker.sent.pop(fetch.tag, None)
             landed = self.prefetcher.residency.land(fetch.tag)
-        if landed:
-            self.place(fetch)
-        return landed or ended
+        assert landed, fetch
+        self.place(fetch)
+        self._awaited -= 1
+        if not self._awaited:
+            self.resume()
+        return True
 
     def _take_in(self) -> None:
         """Under the lock: transfers that have ended since the last time."""
@@ -297,35 +313,65 @@ class Fetching:
 
     # -- when something goes wrong ------------------------------------------------------------------------------
 
+    def _tell(self, tell: Callable[[Forecaster], None]) -> None:
+        """Something that the forecaster should know. If it cannot take it, it is not asked in this request either."""
+        if self.forecaster is None or self._bad_forecasts >= _WARNED_FORECASTS:
+            return
+        started = time.perf_counter()
+        try:
+            tell(self.forecaster)
+        except Exception as error:  # noqa: BLE001 (any predictor's)
+            self._bad_forecasts = _WARNED_FORECASTS
+            self._no_forecast(f"{type(error).__name__}: {error}")
+        self.predictor_s += time.perf_counter() - started
+
     def _forecast(self, ask: Callable[[Forecaster], NDArray[np.float32] | None]) -> NDArray[np.float32] | None:
-        """A forecast that can be used, or None. A predictor that fails or gives nonsense costs speed, nothing else."""
-        assert self.forecaster is not None
-        if self._bad_forecasts >= _WARNED_FORECASTS or not self.prefetcher.enabled:
+        """A forecast of whole steps, or None."""
+        forecaster, residency = self.forecaster, self.prefetcher.residency
+        if forecaster is None or not self.prefetcher.plan.uses_forecast:
+            return None
+        return self._checked(lambda: ask(forecaster), (-1, residency.num_layers, residency.num_experts))
+
+    def _checked(
+        self, ask: Callable[[], NDArray[np.float32] | None], shape: tuple[int, ...]
+    ) -> NDArray[np.float32] | None:
+        """What a predictor says, scores of this shape (the last two sizes count), if it can be used, or None. A predictor
+        that fails or gives nonsense costs speed, nothing else."""
+        if self._bad_forecasts >= _WARNED_FORECASTS:
             return None
         started = time.perf_counter()
         try:
-            scores = ask(self.forecaster)
+            scores = ask()
             # one sum instead of three looks at every element: not finite if one of them is not
-            bad = scores is not None and not (np.isfinite(scores.sum()) and scores.min() >= 0.0)
-            why = "it is not made of probabilities"
+            good = scores is None or (
+                len(scores.shape) == len(shape)
+                and scores.shape[-2:] == shape[-2:]
+                and bool(np.isfinite(scores.sum()) and scores.min() >= 0.0)
+            )
+            why = "it is not made of probabilities for all experts"
         except Exception as error:  # noqa: BLE001 (any predictor's)
-            scores, bad, why = None, True, f"{type(error).__name__}: {error}"
+            scores, good, why = None, False, f"{type(error).__name__}: {error}"
         self.predictor_s += time.perf_counter() - started
-        if not bad:
+        if good:
             self._bad_forecasts = 0
             return scores
         self._bad_forecasts += 1
+        self._no_forecast(why)
+        return None
+
+    def _no_forecast(self, why: str) -> None:
+        """What an earlier forecast asked for is void as well."""
         off = self._bad_forecasts >= _WARNED_FORECASTS
         self.notice(f"a forecast cannot be used ({why})" + ("; prefetch is off for this request" if off else ""))
         with self.lock:
             self.region.post(NO_JOBS)
-        return None
 
     def _watch(self) -> None:
         """A worker that died takes its transfers with it; the model goes on without prefetch."""
         if self.threaded and self.worker.error is not None and not self.worker.alive:
-            if self.prefetcher.enabled:
+            if not self._died:
                 self.notice(f"the fetch worker died ({self.worker.error!r}); experts are loaded when they are needed")
+            self._died = True
             self.prefetcher.enabled = False
             with self.lock:
                 for tag, sent in list(self.worker.sent.items()):
@@ -358,6 +404,8 @@ class Fetching:
         with self.lock:
             self.prefetcher.residency.forget()
         self.worker.reset()
+        if self.threaded:
+            self.worker.start()  # tables that did not agree may have been its end
         self._paused = False
         return True
 

@@ -85,6 +85,8 @@ class Changes:
         given = self.to_dict()
         if plan.eviction != "expected":
             given.pop("eviction", None)
+        if plan.eviction not in BY_FORECAST:
+            given = {name: value for name, value in given.items() if name not in ("admission", "restraint")}
         if plan.m_max == 0:  # the control that fetches nothing
             given.pop("m_max", None)
         return replace(plan, **given) if plan.order or plan.uses_forecast else plan
@@ -126,6 +128,14 @@ class Policy:
     predictor: str | None  # GIVEN, PERFECT, LAYERS, or a predictor of its own
     help: str
 
+    @property
+    def wants_fit(self) -> bool:
+        """Whether it makes use of a trace to be fitted to: for its predictor, or for the experts' popularity."""
+        plan = self.plan
+        return plan is not None and (
+            plan.order is not None or plan.uses_forecast or plan.eviction in ("static", "prefill-hot")
+        )
+
 
 HORIZON = 8  # forecasts are made for so many steps and one, so that policies share them
 # c = 2 and no second forecast: more of either costs the predictor's time and brings next to nothing (docs/results.md)
@@ -162,6 +172,7 @@ POLICIES: dict[str, Policy] = {
     "seqmoe-first-come": Policy(replace(_SEQMOE, order="first-come"), GIVEN, "seqmoe, first come first sent"),
     "seqmoe-no-recursion": Policy(replace(_SEQMOE, horizon=1, job_steps=1), GIVEN, "seqmoe, one step of forecast"),
     "seqmoe-no-admission": Policy(replace(_SEQMOE, admission=False), GIVEN, "seqmoe, every fetch admitted"),
+    "seqmoe-no-restraint": Policy(replace(_SEQMOE, restraint=False), GIVEN, "seqmoe, prefetch whatever it costs"),
     "seqmoe-early-binding": Policy(replace(_SEQMOE, early_binding=True), GIVEN, "seqmoe, slots bound with the jobs"),
     "foresight": Policy(
         replace(_SEQMOE, horizon=8, after=True, restraint=False), PERFECT, "seqmoe fed with the true next steps"
@@ -170,8 +181,8 @@ POLICIES: dict[str, Policy] = {
 
 
 def plan_for(policy: Policy, top_k: int, num_experts: int, changes: Changes | None = None) -> Plan:
-    """The policy's plan with `changes`, for a model of `num_experts` a layer of which `top_k` are chosen: unless it is said
-    otherwise, jobs are made for at least three experts more than are needed, and by SpecPrefetch for all."""
+    """The policy's plan with `changes`, for a model of `num_experts` a layer of which `top_k` are chosen: unless
+    `changes` say otherwise, jobs are made for three experts more than are needed or more, by SpecPrefetch for all."""
     changes = changes or Changes()
     assert policy.plan is not None, policy
     plan = changes.apply(policy.plan)

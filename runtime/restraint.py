@@ -27,8 +27,9 @@ What a level above the present one would bring is not known, so it is tried from
 count (the cache is still that of the level before) and `window` that do; then the best level stays. After a trial that failed
 the pause to the next one doubles, up to `longest_pause`, and is at least as long as it takes for a trial as bad as that one
 to cost no more than `price` of the time. When a load's or the layers' time has moved by more than `change`, what was found
-holds no more: the pause is the shortest again and the next trial due. When what the cache by recency would cost has moved as
-much, which is seen at every level, the text has changed, and a quarter of the pause is enough.
+holds no more: the pause is the shortest again and the next trial due. So it is where a level was left for OFF, or OFF holds
+now, and the loads of a cache by recency cost twice as much as then: the text has changed, and OFF sees nothing of what
+forecasts would bring. A level that was left for CACHE is tried from CACHE.
 
 What the accounts do not see: a compute that is slower because transfers share its memory or processor. Whoever measures that
 adds it to the step's `prefetch`.
@@ -118,6 +119,7 @@ _FEW = 4  # steps before anything is decided
 class _Rest:
     """A level that was left for a lower one."""
 
+    to: Level
     pause: int  # steps to the next trial
     since: int = 0
     load: float = 0.0  # how things stood
@@ -136,14 +138,14 @@ class Restraint:
         self._load, self._compute = _Mean(brief), _Mean(brief)
         self._forecast, self._prefetch = _Mean(brief), _Mean(brief)  # as last seen
         self._recency = _Mean(max(1, memory // 2))  # cost of OFF
-        self._rests = {level: _Rest(self.settings.pause) for level in (Level.CACHE, Level.PREFETCH)}
-        self._excess = _Mean(2 * memory)  # cost of CACHE less that of OFF
+        self._rests = {level: _Rest(Level.OFF, self.settings.pause) for level in (Level.PREFETCH, Level.CACHE)}
+        self._excess = _Mean(8 * memory)  # cost of CACHE less that of OFF
         self._begin(Level.PREFETCH, trial=False)
 
     def _begin(self, level: Level, trial: bool) -> None:
         memory = self.settings.memory
-        if level == Level.OFF:  # else there are forecasts all along
-            self._excess = _Mean(2 * memory)
+        if level == Level.OFF:  # what comes after it counts as much as what was before
+            self._excess.count = min(self._excess.count, self.settings.window)
         self.level = level
         self._age = 0  # steps at this level
         self._trial = trial
@@ -190,31 +192,32 @@ class Restraint:
 
     def _decide(self, margin: float) -> None:
         settings = self.settings
-        if self.level > Level.OFF:
-            lower = Level.OFF
-            if self.level == Level.PREFETCH and not self._is_off_better(margin):
-                lower = Level.CACHE
+        off_is_better = self._is_off_better(margin)
+        ends_trial = self._trial and self._age >= settings.settle + settings.window
+        if self.level > Level.OFF and self._recency.mean + margin < self._overhead(self.level):
+            self._fall(Level.OFF)  # a forecast takes longer than all loads of a cache by recency
+            return
+        if self.level == Level.PREFETCH:
+            lower = Level.OFF if off_is_better else Level.CACHE
             gain = self._gain[lower]
-            if self._recency.mean + margin < self._overhead(self.level):
-                self._fall(Level.OFF)  # a forecast takes longer than all loads of a cache by recency
-                return
-            if self._trial and self._age >= settings.settle + settings.window:
-                self._trial = False
-                if gain.mean > -margin:
-                    self._fall(lower)
-                    return
-            elif self._time.count >= settings.window // 4 and gain.mean > margin + 2 * gain.error:
+            is_sure = self._time.count >= settings.window // 4 and gain.mean > margin + 2 * gain.error
+            if is_sure or (ends_trial and gain.mean > -margin):
                 self._fall(lower)
                 return
-        for level in (Level.PREFETCH, Level.CACHE):
-            if level > self.level and self._is_due(self._rests[level]) and self._could_gain(level) > margin:
+        elif self.level == Level.CACHE and (off_is_better or (ends_trial and self._gain[Level.OFF].mean > -margin)):
+            self._fall(Level.OFF)
+            return
+        self._trial = self._trial and not ends_trial
+        for level, rest in self._rests.items():
+            # what was left for CACHE is tried from there
+            if rest.to <= self.level < level and self._is_due(rest) and self._could_gain(level) > margin:
                 self._begin(level, trial=True)
                 return
 
     def _is_off_better(self, margin: float) -> bool:
         """Than CACHE. Not lightly said: from OFF, nothing is seen of what forecasts would bring."""
         excess = self._excess
-        return excess.count >= self.settings.window and excess.mean > margin + 2 * excess.error
+        return excess.count >= self.settings.window and excess.mean > margin + 3 * excess.error
 
     def _fall(self, to: Level) -> None:
         settings = self.settings
@@ -223,12 +226,11 @@ class Restraint:
             if not to < level <= self.level:
                 continue
             rest = self._rests[level]
-            loss = (self._gain[to] if level == self.level else self._excess).mean / self._time.mean
+            loss = (self._excess if level == Level.CACHE else self._gain[to]).mean / self._time.mean
             failed = rest.load > 0 and self._age <= rest.pause
-            pause = max(2 * rest.pause if failed else settings.pause, round(trial * loss / settings.price))
-            self._rests[level] = _Rest(
-                min(pause, settings.longest_pause), 0, self._load.mean, self._compute.mean, self._recency.mean
-            )
+            pause = min(2 * rest.pause, settings.longest_pause) if failed else settings.pause
+            pause = max(pause, round(trial * loss / settings.price))
+            self._rests[level] = _Rest(to, pause, 0, self._load.mean, self._compute.mean, self._recency.mean)
         self._begin(to, trial=False)
 
     def _overhead(self, level: Level) -> float:
@@ -240,7 +242,9 @@ class Restraint:
         if self._has_moved(self._load.mean, rest.load) or self._has_moved(self._compute.mean, rest.compute):
             rest.pause = self.settings.pause
             return True
-        pause = rest.pause // 4 if self._has_moved(self._recency.mean, rest.recency) else rest.pause
+        pause = rest.pause
+        if Level.OFF in (self.level, rest.to) and self._recency.mean > 2 * rest.recency:
+            pause = 0
         return rest.since >= max(pause, self.settings.settle + self.settings.window)
 
     def _has_moved(self, now: float, then: float) -> bool:

@@ -21,7 +21,9 @@ OLDER, LATER = range(2)  # columns of `links`
 class ShadowState(NamedTuple):
     """Everything that changes; by expert unless said otherwise."""
 
-    links: NDArray[np.int32]  # [L * E + 1, 2] the cache by recency, a ring from the oldest to the latest; its last entry: the seam
+    links: NDArray[
+        np.int32
+    ]  # [L * E + 1, 2] the cache by recency, a ring from the oldest to the latest; its last entry: the seam
     recent: NDArray[np.bool_]  # whether it is in that
     kept: NDArray[np.int32]  # [slots] what the cache by worth holds, in no order
     place: NDArray[np.int32]  # in `kept`, -1 for none

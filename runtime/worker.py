@@ -115,8 +115,10 @@ class FetchWorker:
                 pass
             self.region.post(NO_JOBS)
             self._epoch = self.region.epoch
-            self._position = -1
             self.prefetcher.reset()
+            # The interruption may have come between the position and what should have followed it.
+            self.prefetcher.start_sequence(self.region.position)
+            self.jump(self.region.position)
             self.region.set_pause(False)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
@@ -144,7 +146,7 @@ class FetchWorker:
             self._end(on_link)
         started = time.perf_counter()
         with self.lock:
-            self._follow(busy=on_link is not None)
+            self.follow(busy=on_link is not None)
             if not self.region.paused:
                 fetch = self.prefetcher.next()
                 if fetch is not None:
@@ -156,17 +158,20 @@ class FetchWorker:
     def _begin(self, fetch: Fetch) -> None:
         try:
             transfer = self.send(fetch)
-        except LinkError as error:  # nothing was begun
-            log.warning("a fetch could not be begun: %s", error)
+        except BaseException as error:  # nothing was begun, and nobody may believe it was
             self.prefetcher.residency.fail(fetch)
             self.prefetcher.lost(fetch)
+            if not isinstance(error, LinkError):
+                raise
+            log.warning("a fetch could not be begun: %s", error)
             return
         sent = Sent(fetch, transfer)
         self.sent[fetch.tag] = sent
         self._on_link = sent
 
-    def _follow(self, busy: bool) -> None:
-        """Position and jobs as the region has them. `busy`: there has been a transfer on the link since the last time."""
+    def follow(self, busy: bool) -> None:
+        """Under the lock: position and jobs as the region has them. `busy`: there has been a transfer on the link since the
+        last time."""
         region, prefetcher = self.region, self.prefetcher
         epoch, jobs = region.take_jobs()
         position = region.position  # after the jobs: not before the one that they were made at
@@ -187,8 +192,8 @@ class FetchWorker:
             status = LANDED
         except LinkError:
             status = FAILED
-        self._on_link = None
         self.region.complete(on_link.fetch.tag, status)
+        self._on_link = None  # whoever waits for this finds the completion there
 
     def _run(self) -> None:
         region = self.region

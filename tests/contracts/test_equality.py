@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import torch
 from support.families import FAMILIES, make_checkpoint
+from support.toy_traces import random_trace
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
+from seqmoe.predictors.routers import SpecPrefetch
+from seqmoe.predictors.trace import Trace
 from seqmoe.runtime.checkpoint import Checkpoint
 from seqmoe.runtime.engine import Engine
+from seqmoe.runtime.policy import GIVEN, LAYERS, PERFECT, POLICIES
 
 PROMPTS = [[5, 17, 33, 2, 71], [90, 8, 8, 41, 3, 12, 64, 1, 77, 20], [44, 45]]
 NEW_TOKENS = 64
@@ -24,6 +28,14 @@ CASES = [
     for name in FAMILIES
     for layout in ("saved", "hub")
 ]
+# modes whose decisions depend on more than what was used: forecasts, the future, a prompt's counts
+AHEAD = [
+    name
+    for name, policy in POLICIES.items()
+    if policy.plan is not None and (policy.predictor is not None or policy.plan.eviction in ("prefill-hot", "belady", "belady-8"))
+]
+QUICK_AHEAD = ("seqmoe-no-restraint", "seqmoe-early-binding", "moe-infinity", "specprefetch", "foresight")
+
 
 class Capture(LogitsProcessor):
     """Keeps a copy of each step's logits."""
@@ -132,6 +144,58 @@ def test_every_mode_and_residency_gives_bit_identical_logits(folders: Any, name:
             got_tokens, got = engine_run(folder, prompts, 16, **options)
             assert got_tokens == tokens, (mode, share)
             assert torch.equal(got, logits), (mode, share, float((got - logits).abs().max()))
+
+
+def trace_of(folder: Path) -> Trace:
+    """Random routing for the checkpoint's shape, with tokens."""
+    checkpoint = Checkpoint.open(folder)
+    return random_trace([31, 29], checkpoint.num_layers, checkpoint.num_experts, _top_k(folder), seed=7)
+
+
+def adapters(folder: Path) -> SpecPrefetch:
+    """SpecPrefetch's, untrained."""
+    checkpoint, rng = Checkpoint.open(folder), np.random.default_rng(3)
+    pairs, experts, hidden = checkpoint.num_layers - 1, checkpoint.num_experts, checkpoint.facts.hidden_size
+    shapes = ((pairs, 1, 4, hidden), (pairs, 1, experts, 4), (pairs, 1, experts))
+    return SpecPrefetch(*(rng.standard_normal(shape).astype(np.float32) for shape in shapes))
+
+
+def oracle_options(folder: Path, mode: str) -> dict[str, Any]:
+    """What a mode has to know: a rival fitted to routing out of nothing, adapters out of nothing, or the future."""
+    policy, trace = POLICIES[mode], trace_of(folder)
+    if policy.predictor == LAYERS:
+        return {"predictor": adapters(folder), "popularity": trace.popularity()}
+    if policy.predictor == PERFECT or mode in ("belady", "belady-8"):
+        return {"replay": trace}
+    given = {"predictor": "nearest-token"} if policy.predictor == GIVEN else {}
+    return {"fit": trace, **given}
+
+
+def check_mode(folder: Path, mode: str, prompts: list[list[int]], new_tokens: int, shares: tuple[float | None, ...]) -> None:
+    """Tokens and logits of a mode at some residencies (None: as few slots as one layer of one token needs) are those of
+    `full`, which routes as the mode does."""
+    options = oracle_options(folder, mode)
+    same_routing = {"replay": options["replay"]} if "replay" in options else {}
+    tokens, logits = engine_run(folder, prompts, new_tokens, mode="full", **same_routing)
+    for share in shares:
+        size = {"slots": _top_k(folder)} if share is None else {"residency": share}
+        got_tokens, got = engine_run(folder, prompts, new_tokens, mode=mode, **options, **size)
+        assert got_tokens == tokens, (mode, share)
+        assert torch.equal(got, logits), (mode, share, float((got - logits).abs().max()))
+
+
+@pytest.mark.parametrize("mode", QUICK_AHEAD)
+def test_fetching_ahead_changes_no_bit(folders: Any, mode: str) -> None:
+    check_mode(folders("gpt_oss", "saved"), mode, [PROMPTS[0]], 10, (0.5,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", AHEAD)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_mode_that_looks_ahead_gives_bit_identical_logits(folders: Any, name: str, mode: str) -> None:
+    folder = folders(name, "saved")
+    check_mode(folder, mode, [PROMPTS[1]], 12, (None, 0.25, 0.75))
+    check_mode(folder, mode, PROMPTS, 8, (0.4,))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ LENGTHS = [9, 14, 2, 11]
 COUNTS = ("hits", "misses", "late", "useful", "wasted")
 
 
-HASTY = Restraints(memory=3, settle=1, window=3, pause=2, longest_pause=8, margin=0.0, change=1.1)
+HASTY = Restraints(memory=3, settle=1, window=3, pause=2, longest_pause=8, margin=0.0, price=1.0, change=1.1)
 
 
 def inputs_of(seed: int, horizon: int = 4, quality: float = 0.6) -> Inputs:
@@ -76,7 +76,8 @@ def compare(seed: int, plan: Plan | None = None, forecast: float = 0.3) -> Outco
     total = trace.num_layers * trace.num_experts
     slots = int(rng.integers(trace.top_k, total + 2))
     layer_times = tuple(rng.choice([0.5, 1.0, 1.7], trace.num_layers).tolist())
-    timing = Timing(layer_times, float(rng.choice([0.2, 0.5, 0.72, 1.0, 4.0])), float(rng.choice([0.0, forecast])))
+    times = float(rng.choice([0.2, 0.5, 0.72, 1.0, 4.0])), float(rng.choice([0.0, forecast]))
+    timing = Timing(layer_times, *times, expert=float(rng.choice([0.0, 0.15])))
     plain = simulate_reference(inputs, plan, timing, slots, HASTY)
     same(simulate_fast(inputs, plan, timing, slots, log_size=1 << 14, restraints=HASTY), plain)
     return plain

@@ -16,8 +16,9 @@ from rich.console import Console
 from seqmoe.profiles.errors import SeqmoeError, UsageError
 from seqmoe.runtime import bench_cli, measure
 from seqmoe.runtime.bench import Arm, BenchResult, Spread, arm_job, order, plan_arms, run_bench
-from seqmoe.runtime.bench_cli import bench_command, bench_table, read_prompts
+from seqmoe.runtime.bench_cli import bench_command, read_prompts
 from seqmoe.runtime.bench_plot import plot_bench
+from seqmoe.runtime.bench_table import bench_table
 from seqmoe.runtime.jobs_process import job_error, raise_job_error, run_job
 
 JOB = {"model": "/models/tiny", "link": "disk", "max_new_tokens": 4}
@@ -28,10 +29,14 @@ def child(code: str) -> list[str]:
 
 
 def figures(job: Mapping[str, Any], speed: float = 10.0, tokens: tuple[int, ...] = (1, 2)) -> dict[str, Any]:
+    parts = ("experts", "predictor", "management", "worker", "stall", "other")
     return {
         "decode_tokens_per_s": speed, "ttft_s": 0.5, "hit_rate": 0.75, "peak_rss_bytes": 2**30, "stall_s": 0.1,
-        "steps": 4, "per_step_s": [0.1] * 4, "decode_needed_bytes": 8 * 2**20, "token_ids": [list(tokens)],
-        "residency": job.get("residency", 1.0), "slots": 8, "model_digest": "d", "link": "disk",
+        "steps": 4, "per_step_s": [0.1] * 4, "decode_tokens": 4, "decode_moved_bytes": 8 * 2**20, "budget_avg": None,
+        **{f"{part}_s_per_step": 0.025 for part in parts}, "stall_share": 0.25, "management_share": 0.25,
+        "predictor_share": 0.25, "transfers_per_step": 2.0, "link_busy_share": 0.5,
+        **{f"{name}_bytes": 2**20 for name in ("prefetched", "useful", "late", "wasted")},
+        "token_ids": [list(tokens)], "residency": job.get("residency", 1.0), "slots": 8, "model_digest": "d", "link": "disk",
     }  # fmt: skip
 
 
@@ -185,7 +190,7 @@ def test_a_failing_arm_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     assert result.exit_code == 1 and [arm.error is None for arm in result.arms] == [True, False, True]
     assert len(jobs) == 3 + 3 + 1  # not tried again
     text = render(result)
-    assert "needs [at least] 700 MiB" in text and text.count("10.00") == 2 * 3
+    assert "needs [at least] 700 MiB" in text and text.count("10.00") == 2 * 3 and text.count("100.0%") == 3 + 3 + 1
     plot_bench(result, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     json.dumps(result.to_dict(), allow_nan=False)
@@ -204,7 +209,7 @@ def test_other_tokens_are_a_failure() -> None:
 
 
 def render(result: BenchResult) -> str:
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=240, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     console.print(bench_table(result))
     return console.export_text()
 
