@@ -196,7 +196,8 @@ def plot_policies(rows: list[Row], path: Path) -> None:
             own = sorted((row for row in rows if row["policy"] == name), key=lambda row: row["residency"])
             if own:
                 x, y = [100 * row["residency"] for row in own], [100 * row["hit_rate"] for row in own]
-                axes.plot(x, y, label=name, markersize=5, linewidth=1.5, **look(place))
+                style: dict[str, Any] = {**look(place), "markersize": 5, "linewidth": 1.5}
+                axes.plot(x, y, label=name, **style)
         axes.set_xlabel("residency (% of the experts)")
         axes.set_ylabel("hit rate (%)")
         axes.set_title(title, fontsize=10)

@@ -402,13 +402,11 @@ class Engine:
     def _step_ended(self, runner: CachedRunner, residency: Residency, decoding: bool) -> np.ndarray | None:
         """What each layer of the pass before needed, if that was a decode step of this request; it is counted."""
         was_step, self._decoding = self._decoding and decoding, decoding
-        needed = runner.needed
+        needed = runner.take_needed()
         if was_step and self.gap is not None:
             self.gap.step(needed, residency.counts.hits - self._hits)
         self._hits = residency.counts.hits
-        step = needed.copy() if was_step else None
-        needed.fill(-1)
-        return step
+        return needed if was_step else None
 
     def _prompt_over(self, fetching: Fetching) -> None:
         """What the prompt routed is shown to the predictor."""

@@ -21,6 +21,9 @@ class Replay:
     batch: int = 1
     position: int = 0  # rows consumed so far by each sequence
     width: int = 0  # rows that the pass at hand consumes
+    _routed_for: tuple[int, int, torch.dtype | None] = (-1, 0, None)
+    _ids: tuple[torch.Tensor, ...] = ()  # by layer, of that pass
+    _weights: tuple[torch.Tensor, ...] = ()
 
     def begin(self, tokens: int) -> None:
         """Starts a forward pass of `tokens` tokens over the whole batch (each sequence the same number)."""
@@ -49,11 +52,18 @@ class Replay:
 
     def route(self, layer: int, index: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts int64 [tokens, k] and weights [tokens, k] (in the dtype of `weights`) for this pass and layer."""
-        rows = self._rows(index.shape[0])
-        experts = torch.from_numpy(self.trace.expert_ids[rows, layer].astype(np.int64))
-        if self.trace.expert_weights is None:
-            return experts, torch.full_like(weights, 1.0 / experts.shape[1])
-        return experts, torch.from_numpy(self.trace.expert_weights[rows, layer].astype(np.float32)).to(weights.dtype)
+        wanted = (self.position, index.shape[0], weights.dtype)
+        if wanted != self._routed_for:  # all layers of a pass at once: replay is not to cost what a router does not
+            rows = self._rows(index.shape[0])
+            ids = self.trace.expert_ids[rows].astype(np.int64)
+            self._ids = torch.from_numpy(np.ascontiguousarray(ids.swapaxes(0, 1))).unbind()
+            if self.trace.expert_weights is None:
+                shares = np.full(ids.shape, 1.0 / ids.shape[2], dtype=np.float32)
+            else:
+                shares = self.trace.expert_weights[rows].astype(np.float32)
+            self._weights = torch.from_numpy(np.ascontiguousarray(shares.swapaxes(0, 1))).to(weights.dtype).unbind()
+            self._routed_for = wanted
+        return self._ids[layer], self._weights[layer]
 
     def _rows(self, tokens: int) -> np.ndarray:
         steps = self.trace.expert_ids.shape[0]

@@ -200,7 +200,7 @@ class Restraint:
         if self.level == Level.PREFETCH:
             lower = Level.OFF if off_is_better else Level.CACHE
             gain = self._gain[lower]
-            is_sure = self._time.count >= settings.window // 4 and gain.mean > margin + 2 * gain.error
+            is_sure = self._time.count >= settings.window // 4 and gain.mean > margin + 3 * gain.error
             if is_sure or (ends_trial and gain.mean > -margin):
                 self._fall(lower)
                 return
@@ -226,7 +226,8 @@ class Restraint:
             if not to < level <= self.level:
                 continue
             rest = self._rests[level]
-            loss = (self._excess if level == Level.CACHE else self._gain[to]).mean / self._time.mean
+            gain = self._excess if level == Level.CACHE else self._gain[to]
+            loss = (gain.mean - gain.error) / self._time.mean
             failed = rest.load > 0 and self._age <= rest.pause
             pause = min(2 * rest.pause, settings.longest_pause) if failed else settings.pause
             pause = max(pause, round(trial * loss / settings.price))

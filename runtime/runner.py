@@ -64,7 +64,10 @@ class ResidentRunner:
             index, weights = self.replay.route(layer, index, weights)
         if self.observer is not None:
             self.observer(layer, hidden, index, weights)
-        return self.computes[layer].forward(hidden, index, weights, self.addresses[layer])
+        started = time.perf_counter()
+        out = self.computes[layer].forward(hidden, index, weights, self.addresses[layer])
+        self.totals.experts_s += time.perf_counter() - started
+        return out
 
 
 class CachedRunner:
@@ -89,8 +92,7 @@ class CachedRunner:
         self._interrupted = False  # Ctrl-C came, perhaps between two updates of a table
         self._compute_s = 0.0  # of the layer at work
         self.adopt(prefetcher)
-        # [L, E] flat ids that each layer of the pass needed, -1 where fewer; whoever reads it empties it
-        self.needed = np.full((len(computes), self.num_experts), -1, dtype=np.int32)
+        self._wanted: list[list[int]] = [[] for _ in computes]  # by layer, in the pass that runs
         # int64 [E, views] per layer; the row of an expert is valid while the expert is resident.
         self.addresses = [np.zeros((self.num_experts, store.num_views), dtype=np.int64) for _ in computes]
 
@@ -99,6 +101,14 @@ class CachedRunner:
         self.prefetcher = prefetcher
         self.residency: Residency = prefetcher.residency
         self.num_experts = prefetcher.residency.num_experts
+
+    def take_needed(self) -> NDArray[np.int32]:
+        """[L, width] flat ids of what each layer of the pass needed, -1 where fewer; they are forgotten."""
+        width = max(1, *map(len, self._wanted))
+        needed = np.array([wanted + [-1] * (width - len(wanted)) for wanted in self._wanted], dtype=np.int32)
+        needed += np.where(needed < 0, 0, np.arange(len(needed), dtype=np.int32)[:, None] * self.num_experts)
+        self._wanted = [[] for _ in self._wanted]
+        return needed
 
     def fetch_ahead(self, fetching: Fetching) -> None:
         """From now on somebody else uses the tables too."""
@@ -127,13 +137,13 @@ class CachedRunner:
             index, weights = self.replay.route(layer, index, weights)
         if self._broken is not None:
             raise LinkError(self._broken)
-        chosen = index.flatten().tolist()
+        # Python runs with cold caches here, after each layer's megabytes of weights: every step less counts
+        rows = index.tolist()
+        chosen = rows[0] if len(rows) == 1 else [expert for row in rows for expert in row]
         if self.observer is not None:
             self.observer(layer, hidden, index, weights)
         wanted = list(dict.fromkeys(chosen))
-        row = self.needed[layer, : len(wanted)]
-        row[:] = wanted
-        row += layer * self.num_experts
+        self._wanted[layer] = wanted
         if self.prompt_counts is not None:
             first = layer * self.num_experts
             self.prompt_counts[first : first + self.num_experts] += np.bincount(chosen, minlength=self.num_experts)
