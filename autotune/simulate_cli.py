@@ -148,7 +148,7 @@ def simulate_command(
             ratio = transfer_us / layer_us
             for m_max in budgets:
                 plan = bench.plan(name, replace(changes, m_max=m_max), ratio)
-                has_budget = plan is not None and plan.order is not None
+                has_budget = plan is not None and plan.order is not None and plan.m_max > 0
                 if m_max != budgets[0] and not has_budget:
                     outcomes[name, share, ratio, m_max] = outcomes[name, share, ratio, budgets[0]]
                     continue

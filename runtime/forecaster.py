@@ -115,6 +115,8 @@ class OnlineForecaster:
     def _forecast(self, tokens: NDArray[np.int64] | None) -> Scores:
         known = tokens is not None and self.predictor.uses_tokens
         scores = self.predictor.forecast(self.horizon, tokens)
+        if scores.dtype.kind != "f" or scores.min(initial=0.0) < 0:  # calibration would make something of it
+            raise ValueError("the predictor's scores are not numbers of at least 0")
         inclusion = self._to_inclusion[known].apply(scores)
         return inclusion[0] if self.batch == 1 else inclusion.mean(axis=0)
 

@@ -19,9 +19,10 @@ prefetch would have missed needs no bytes: two shadows (shadow.py) count it step
     PREFETCH   time stood still for transfers, waits behind prefetches included + forecast + everything else prefetch takes
 
 All three concern the same steps, so that their differences are far less noisy than step times. They are averaged over some
-`memory` steps; a level is left for a cheaper one when that is better by `margin` of a step's time and by twice the standard
-error of the difference. PREFETCH is left at once where forecasts take more than all loads together would: no trial could
-tell more, and none is made as long as it is so.
+`memory` steps, and over eight times as many. A level is left for a cheaper one when that is better by `margin` of a step's
+time and by three standard errors over the short time, or two over the long one (it is looked at after every step, which makes
+chance likely). It is left for OFF at once where forecasts take more than all loads together would: no trial could tell more,
+and none is made as long as it is so. What is better by a percent or two only may go unseen for long.
 
 What a level above the present one would bring is not known, so it is tried from time to time: for `settle` steps that do not
 count (the cache is still that of the level before) and `window` that do; then the best level stays. After a trial that failed
@@ -111,6 +112,10 @@ class _Mean:
             return 0.0
         return sqrt(self.variance / min(self.count, 2 * self.memory))
 
+    def is_above(self, value: float, errors: float) -> bool:
+        """By so many standard errors."""
+        return self.mean > value + errors * self.error
+
 
 _FEW = 4  # steps before anything is decided
 
@@ -150,7 +155,9 @@ class Restraint:
         self._age = 0  # steps at this level
         self._trial = trial
         self._cost = _Mean(memory)  # of this level
-        self._gain = {lower: _Mean(memory) for lower in Level if lower < level}  # this level's cost less that one's
+        # this level's cost less that one's, over a short and a long time
+        self._gain = {lower: _Mean(memory) for lower in Level if lower < level}
+        self._long_gain = {lower: _Mean(8 * memory) for lower in self._gain}
         self._time = _Mean(memory)
 
     def step(self, record: StepRecord) -> Level:
@@ -173,6 +180,7 @@ class Restraint:
             self._time.add(record.compute + costs[self.level])
             for lower, gain in self._gain.items():
                 gain.add(costs[self.level] - costs[lower])
+                self._long_gain[lower].add(costs[self.level] - costs[lower])
             if self.level > Level.OFF:
                 self._excess.add(costs[Level.CACHE] - costs[Level.OFF])
         if self._time.count >= _FEW:
@@ -200,8 +208,8 @@ class Restraint:
         if self.level == Level.PREFETCH:
             lower = Level.OFF if off_is_better else Level.CACHE
             gain = self._gain[lower]
-            is_sure = self._time.count >= settings.window // 4 and gain.mean > margin + 3 * gain.error
-            if is_sure or (ends_trial and gain.mean > -margin):
+            is_sure = gain.is_above(margin, 3.0) or self._long_gain[lower].is_above(margin, 2.0)
+            if (is_sure and self._time.count >= settings.window // 4) or (ends_trial and gain.mean > -margin):
                 self._fall(lower)
                 return
         elif self.level == Level.CACHE and (off_is_better or (ends_trial and self._gain[Level.OFF].mean > -margin)):
@@ -216,8 +224,7 @@ class Restraint:
 
     def _is_off_better(self, margin: float) -> bool:
         """Than CACHE. Not lightly said: from OFF, nothing is seen of what forecasts would bring."""
-        excess = self._excess
-        return excess.count >= self.settings.window and excess.mean > margin + 3 * excess.error
+        return self._excess.count >= self.settings.window and self._excess.is_above(margin, 3.0)
 
     def _fall(self, to: Level) -> None:
         settings = self.settings

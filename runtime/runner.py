@@ -150,10 +150,8 @@ class CachedRunner:
         found = self.prefetcher.lookup(layer, wanted) if fetching is None else fetching.lookup(layer, wanted)
         absent = len(found.missing) + len(found.in_flight)
         try:
-            if fetching is not None:
-                fetching.routed(layer, hidden, index, weights)
-                totals.predictor_s = fetching.predictor_s
             if not absent:
+                self._tell_routed(layer, hidden, index, weights)
                 computing = time.perf_counter()
                 out = self.computes[layer].forward(hidden, index, weights, self.addresses[layer])
                 self._compute_s = time.perf_counter() - computing
@@ -170,6 +168,12 @@ class CachedRunner:
         spent = time.perf_counter() - started - self._compute_s
         totals.management_s += spent - (totals.stall_s - stalled) - (totals.predictor_s - forecast)
         return out
+
+    def _tell_routed(self, layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> None:
+        """After the layer's own loads are bound: a forecast that comes now has no say in their victims."""
+        if self.fetching is not None:
+            self.fetching.routed(layer, hidden, index, weights)
+            self.totals.predictor_s = self.fetching.predictor_s
 
     def _give_back(self, layer: int) -> None:
         with self._lock:
@@ -232,6 +236,7 @@ class CachedRunner:
         inline = not resident or self.store.record_bytes <= SMALL_RECORD_BYTES
         try:
             missing = self._start(missing, pending, inline=inline)
+            self._tell_routed(layer, hidden, index, weights)
             if resident:
                 self._add(job, layer, resident)
                 if missing:  # the slots of what is computed make room for what is yet to come

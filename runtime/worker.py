@@ -122,11 +122,14 @@ class FetchWorker:
             self.region.set_pause(False)
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Ends the thread. False if it hangs in a read."""
+        """Ends the thread. False if a transfer is under way, at whose end it ends: it touches nothing after that."""
         self.region.stop()
         self.ring()
-        if self._thread is not None:
-            self._thread.join(timeout_s)
+        limit = time.perf_counter() + timeout_s
+        while self._thread is not None and self.alive and time.perf_counter() < limit:
+            self._thread.join(NAP_S)
+            if self._on_link is not None and not self.lock.locked():
+                break
         return not self.alive
 
     def _finish_dead(self) -> None:
@@ -147,7 +150,7 @@ class FetchWorker:
         started = time.perf_counter()
         with self.lock:
             self.follow(busy=on_link is not None)
-            if not self.region.paused:
+            if not self.region.paused and not self.region.stopped:
                 fetch = self.prefetcher.next()
                 if fetch is not None:
                     self._begin(fetch)

@@ -32,7 +32,8 @@ CASES = [
 AHEAD = [
     name
     for name, policy in POLICIES.items()
-    if policy.plan is not None and (policy.predictor is not None or policy.plan.eviction in ("prefill-hot", "belady", "belady-8"))
+    if policy.plan is not None
+    and (policy.predictor is not None or policy.plan.eviction in ("prefill-hot", "belady", "belady-8"))
 ]
 QUICK_AHEAD = ("seqmoe-no-restraint", "seqmoe-early-binding", "moe-infinity", "specprefetch", "foresight")
 
@@ -171,7 +172,9 @@ def oracle_options(folder: Path, mode: str) -> dict[str, Any]:
     return {"fit": trace, **given}
 
 
-def check_mode(folder: Path, mode: str, prompts: list[list[int]], new_tokens: int, shares: tuple[float | None, ...]) -> None:
+def check_mode(
+    folder: Path, mode: str, prompts: list[list[int]], new_tokens: int, shares: tuple[float | None, ...]
+) -> None:
     """Tokens and logits of a mode at some residencies (None: as few slots as one layer of one token needs) are those of
     `full`, which routes as the mode does."""
     options = oracle_options(folder, mode)
@@ -193,9 +196,10 @@ def test_fetching_ahead_changes_no_bit(folders: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", AHEAD)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_mode_that_looks_ahead_gives_bit_identical_logits(folders: Any, name: str, mode: str) -> None:
-    folder = folders(name, "saved")
-    check_mode(folder, mode, [PROMPTS[1]], 12, (None, 0.25, 0.75))
-    check_mode(folder, mode, PROMPTS, 8, (0.4,))
+    """Each family and each mode at one of the residencies, alone or as a batch; over all of them, everything meets."""
+    number = list(FAMILIES).index(name) + AHEAD.index(mode)
+    share = (None, 0.25, 0.5, 0.75)[number % 4]
+    check_mode(folders(name, "saved"), mode, PROMPTS if number % 3 == 0 else [PROMPTS[1]], 12, (share,))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -330,13 +330,8 @@ def test_named_policies(name: str) -> None:
 # computes. The runtime makes it as soon as the missing experts have their slots and are on their way, so that it thinks
 # while they come: no decision may differ for that (the tables are the same), but where thinking takes time the layer is
 # over sooner, and the link is free sooner. So equality is asked for with a predictor that takes no time.
-EARLY_FORECAST = pytest.mark.xfail(
-    strict=False,
-    reason="runner: `routed` comes before the layer's loads are bound; then a forecast changes their victims",
-)
 
 
-@EARLY_FORECAST
 @FAST
 def test_forecasts_after_the_last_layer(fast: bool) -> None:
     for seed in range(300, 325):
@@ -344,7 +339,6 @@ def test_forecasts_after_the_last_layer(fast: bool) -> None:
         compare(seed, replace(plan_of(seed), after=True), fast, timing)
 
 
-@EARLY_FORECAST
 @FAST
 def test_forecasts_within_a_step(fast: bool) -> None:
     """SpecPrefetch: the next layer's router, from this layer's input."""

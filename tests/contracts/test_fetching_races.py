@@ -356,7 +356,7 @@ def test_other_plans(name: str) -> None:
 
 
 @pytest.mark.xfail(
-    strict=False, reason="runner: `routed` comes before the layer's loads are bound and binds them first"
+    strict=False, reason="slots that are bound to jobs of a step that does not come are given back by the next request"
 )
 def test_slots_bound_early_while_a_layer_is_at_work() -> None:
     """A forecast after the last layer may want what this very layer has yet to load."""
