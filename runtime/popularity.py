@@ -1,4 +1,5 @@
-"""Which experts are used most: counted once on a short text for mode `static`, and kept by model digest."""
+"""Which experts are used most: counted once on a short text, for mode `static` and for prefetch in prefill, and kept by
+model digest."""
 
 import json
 import logging
@@ -49,7 +50,7 @@ def measured_popularity(engine: "Engine", cache_dir: Path | None = None) -> NDAr
         counts = np.array(json.loads(path.read_text())["counts"], dtype=np.int64)
         if counts.shape == (total,) and counts.min() >= 0:
             return counts
-    log.info("mode static: counting which experts are popular (once for this model)")
+    log.info("counting which experts are popular (once for this model)")
     counts = np.zeros(total, dtype=np.int64)
     num_experts = engine.spec.num_experts
     engine.runner.observer = lambda layer, hidden, index, weights: np.add.at(
