@@ -29,7 +29,7 @@ PROMPT = [5, 17, 33, 2, 71]
 NEW_TOKENS = 24
 LAYERS, EXPERTS, TOP_K = 2, 16, 4  # of the checkpoint
 MODE = "seqmoe-no-restraint"  # self-restraint would end prefetch as soon as it does no good
-FAST_LINK, SLOW_LINK = "throttled:100MB/s,20us", "throttled:100KB/s,20us"  # of records of some 10 KB
+FAST_LINK, SLOW_LINK = "throttled:100MB/s,20us", "throttled:1MB/s,20us"  # of records of some 10 KB
 GARBAGE = 0x7F  # makes large numbers
 
 
@@ -516,7 +516,7 @@ def test_closed_with_a_fetch_under_way(folder: Path, expected: list[int]) -> Non
     assert answer(engine) == expected
 
     def slow() -> None:
-        link.bytes_per_s = 1e3
+        link.bytes_per_s = 1e5
 
     with pytest.raises(KeyboardInterrupt):
         answer(engine, lambda: (slow(), time.sleep(0.2), interrupt()))
