@@ -55,7 +55,7 @@ def simulate_reference(
 
 class _Replay:
     def __init__(
-        self, inputs: Inputs, plan: Plan, timing: Timing, num_slots: int, restraints: Restraints | None
+        self, inputs: Inputs, plan: Plan, timing: Timing, num_slots: int, restraints: Restraints | None = None
     ) -> None:
         trace = inputs.trace
         self.inputs, self.plan, self.timing, self.trace = inputs, plan, timing, trace
